@@ -1,0 +1,1 @@
+"""How a token attends to the cells of its sequence: one operator, several realisations."""

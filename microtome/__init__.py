@@ -1,0 +1,1 @@
+"""Microtome: distributed continuous batching for language models, on Ray and gRPC."""

@@ -1,0 +1,207 @@
+"""What can happen (events), and what to do about it (instructions): everything that crosses `Control`'s border.
+
+Events carry the time at which they happened (`at_us`): `Control` has no clock of its own. Both are plain values, so a
+cluster's whole life can be written down and run again.
+"""
+
+from dataclasses import dataclass
+
+from microtome.planner.errors import BatchingError
+from microtome.planner.types import (
+    Capability,
+    FinishReason,
+    GenerationId,
+    GenerationOptions,
+    Incarnation,
+    SequenceSnapshot,
+    SessionId,
+    StepNumber,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Usage,
+    WorkerId,
+)
+
+# --- events: about workers ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    """A worker can be planned for. `held` is what it holds already: not empty after a restart of the driver."""
+
+    at_us: int
+    worker: WorkerId
+    capability: Capability
+    held: tuple[SequenceSnapshot, ...] = ()
+    last_step: StepNumber = StepNumber(0)  # the newest step it has run in this incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGone:
+    """The worker died, hung or was given up; its incarnation is fenced and never answers again."""
+
+    at_us: int
+    worker: WorkerId
+    incarnation: Incarnation
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDraining:
+    """No new sessions on it; those it has move away."""
+
+    at_us: int
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    at_us: int
+    worker: WorkerId
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed:
+    """`refused`: nothing was touched. Otherwise the worker's state is unknown."""
+
+    at_us: int
+    worker: WorkerId
+    incarnation: Incarnation
+    step: StepNumber
+    refused: bool
+    message: str
+
+
+# --- events: about generations and sessions ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A caller wants tokens after `prompt`. `session` None: a session of its own, closed at the end.
+
+    `n` completions: the first answers as `generation`, the others as `siblings`.
+    """
+
+    at_us: int
+    generation: GenerationId
+    prompt: tuple[int, ...]
+    options: GenerationOptions
+    session: SessionId | None = None
+    siblings: tuple[tuple[GenerationId, int], ...] = ()  # (generation, seed) of the further completions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    at_us: int
+    generation: GenerationId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSession:
+    at_us: int
+    ticket: int  # the caller's; comes back in the `SessionAnswer`
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloneSession:
+    at_us: int
+    ticket: int
+    source: SessionId
+    upto: int | None = None  # None: everything committed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewindSession:
+    at_us: int
+    ticket: int
+    session: SessionId
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSession:
+    at_us: int
+    ticket: int
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed. Deadlines and hangs are found here."""
+
+    at_us: int
+
+
+Event = (
+    WorkerJoined
+    | WorkerGone
+    | WorkerDraining
+    | StepDone
+    | StepFailed
+    | Submit
+    | Cancel
+    | OpenSession
+    | CloneSession
+    | RewindSession
+    | CloseSession
+    | Tick
+)
+
+# --- instructions ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Send the plan to the worker, behind those already sent."""
+
+    worker: WorkerId
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """Hand tokens to whoever listens. `offset` counts the tokens delivered before these.
+
+    `finish` ends the generation; `usage` comes with it, `error` with `FAILED` only.
+    """
+
+    generation: GenerationId
+    offset: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish: FinishReason | None = None
+    usage: Usage | None = None
+    error: BatchingError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAnswer:
+    """The answer to a session operation: the session concerned and its committed length, or the refusal."""
+
+    ticket: int
+    session: SessionId | None = None
+    length: int = 0
+    error: BatchingError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUpWorker:
+    """Fence this incarnation and end the process behind it: its state is unknown."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseWorker:
+    """A drained worker holds no session any more: end its process."""
+
+    worker: WorkerId
+
+
+Instruction = RunStep | Deliver | SessionAnswer | GiveUpWorker | ReleaseWorker

@@ -1,0 +1,1 @@
+"""Tests; `python -m pytest` from the root of the repository."""
