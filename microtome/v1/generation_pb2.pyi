@@ -133,7 +133,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("service", "version", "uptime_ms", "workers", "running", "waiting", "counters")
+    __slots__ = ("service", "version", "uptime_ms", "workers", "running", "waiting", "counters", "ray_address")
     SERVICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +141,7 @@ class StatusResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    RAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     service: str
     version: str
     uptime_ms: int
@@ -148,7 +149,8 @@ class StatusResponse(_message.Message):
     running: int
     waiting: int
     counters: Counters
-    def __init__(self, service: _Optional[str] = ..., version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    ray_address: str
+    def __init__(self, service: _Optional[str] = ..., version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., ray_address: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("name", "state", "device", "incarnation", "pid", "address", "cells_used", "cells_usable", "sessions", "steps", "cause")
