@@ -1,0 +1,38 @@
+"""The one place where a realisation of attention has its name.
+
+A realisation is loaded on first use, since one compiles C++ and another imports Triton; later calls get the same one.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+from microtome.cuda_runtime.attention import operator, reference
+from microtome.cuda_runtime.attention.seam import Attention
+from microtome.planner.errors import BadConfig
+
+
+def _reference() -> Attention:
+    return operator.build("reference", reference.write_cells, reference.attend)
+
+
+REALISATIONS: Mapping[str, Callable[[], Attention]] = MappingProxyType(
+    {
+        "reference": _reference,
+    }
+)
+
+
+@cache
+def get_attention(name: str) -> Attention:
+    """The realisation called `name`; raises `BadConfig` where there is none, or where it cannot run here."""
+    if name not in REALISATIONS:
+        raise BadConfig(f"attention {name!r} is not known; known are {', '.join(REALISATIONS)}")
+    return REALISATIONS[name]()
+
+
+def default_attention(device: torch.device) -> str:
+    """The name of the fastest realisation that runs on `device`."""
+    return "reference"
