@@ -1,0 +1,247 @@
+"""`ServiceConfig`: everything one service is told. Read once and checked once, at the edge; frozen; handed down.
+
+`read_config` merges layers of settings, each later one over those before: defaults, then a file, the environment, the
+command line. A layer is a mapping whose keys are dotted (`"workers.count"`) or nested (`{"workers": {"count": 2}}`).
+Text is accepted for any value, as a file or the environment gives it; a value that does not parse is an error.
+
+Every error is a `BadConfig` of one sentence that names the setting, its value and its limit. Each part of the service
+gets its own section only. Imports neither torch nor ray nor grpc.
+"""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from microtome.actors.link import DEFAULT_EXECUTOR, LinkSettings
+from microtome.cuda_runtime.options import RuntimeOptions
+from microtome.planner.errors import BadConfig
+
+ENVIRONMENT_PREFIX = "MICROTOME_"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_IMPORT_STRING = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSection:
+    """Who the service is and where clients reach it."""
+
+    name: str = "microtome"  # of the driver actor, and part of every actor's and placement group's name
+    namespace: str = ""  # of its actors on Ray; empty: the service's name
+    host: str = "127.0.0.1"  # address that clients' port is bound to
+    port: int = 50051  # of clients' gRPC; 0: any free one
+    max_request_bytes: int = 4 * 2**20  # of one client message
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise BadConfig(
+                f"service name {self.name!r} is not 1 to 63 letters, digits, dots, dashes or underscores, "
+                "the first a letter or digit"
+            )
+        if self.namespace and not _NAME.fullmatch(self.namespace):
+            raise BadConfig(
+                f"namespace {self.namespace!r} is not 1 to 63 letters, digits, dots, dashes or underscores, "
+                "the first a letter or digit"
+            )
+        if not self.host or any(c.isspace() for c in self.host):
+            raise BadConfig(f"host {self.host!r} is not an address")
+        if not 0 <= self.port <= 65535:
+            raise BadConfig(f"port {self.port} is not in 0 to 65535")
+        if not 1024 <= self.max_request_bytes < 2**31:
+            raise BadConfig(f"max_request_bytes {self.max_request_bytes} is not in 1024 to {2**31 - 1}")
+
+    @property
+    def ray_namespace(self) -> str:
+        return self.namespace or self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersSection:
+    """How many workers, what each takes from its node, and how long each may be silent."""
+
+    count: int = 1  # at start
+    cpus: float = 1  # each
+    gpus: float | None = None  # each; None: one when the device is CUDA, else none
+    start_timeout_s: float = 900.0  # from the request for a place to ready; loading and capture included
+    hang_timeout_s: float = 30.0  # a step, or an idle probe, finishes within this (beside the step's predicted time)
+    orphan_timeout_s: float = 60.0  # a worker that hears no driver for this long ends itself
+    executor: str = DEFAULT_EXECUTOR  # "module:function", called with the runtime section
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise BadConfig(f"workers.count {self.count} is below 0")
+        if not 0 <= self.cpus < float("inf"):
+            raise BadConfig(f"workers.cpus {self.cpus:g} is not 0 or more")
+        if self.gpus is not None and not 0 <= self.gpus <= 1:
+            raise BadConfig(f"workers.gpus {self.gpus:g} is not in 0 to 1: a worker has one device")
+        for name in ("start_timeout_s", "hang_timeout_s", "orphan_timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise BadConfig(f"workers.{name} {getattr(self, name):g} is not a positive number of seconds")
+        if not _IMPORT_STRING.fullmatch(self.executor):
+            raise BadConfig(f"workers.executor {self.executor!r} is not of the form module:function")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """One service's settings, nested by owner. Raises `BadConfig` when two sections contradict each other."""
+
+    model: str  # as users name it; where it lies is `runtime.model`
+    runtime: RuntimeOptions
+    service: ServiceSection = field(default_factory=ServiceSection)
+    workers: WorkersSection = field(default_factory=WorkersSection)
+    link: LinkSettings = field(default_factory=LinkSettings)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise BadConfig("model '' is empty: it names a directory, a .gguf file or a known model")
+        if self.workers.gpus and self.runtime.device == "cpu":
+            raise BadConfig(f"workers.gpus {self.workers.gpus:g} is above 0, and runtime.device cpu uses none")
+        if self.workers.gpus == 0 and self.runtime.device != "cpu":
+            raise BadConfig(f"workers.gpus 0 leaves runtime.device {self.runtime.device} without its 1 device")
+        # Per token of a step at most: its cell and id, and its input's sequence, start, width and flags, as varints.
+        plan_bytes = 24 * self.runtime.max_step_tokens
+        if plan_bytes > self.link.max_message_bytes:
+            raise BadConfig(
+                f"link.max_message_bytes {self.link.max_message_bytes} is below the {plan_bytes} that a plan of "
+                f"runtime.max_step_tokens {self.runtime.max_step_tokens} can take"
+            )
+
+    @property
+    def gpus_per_worker(self) -> float:
+        if self.workers.gpus is not None:
+            return self.workers.gpus
+        return 0.0 if self.runtime.device == "cpu" else 1.0
+
+
+Layer = Mapping[str, object]
+
+
+def read_config(*layers: Layer) -> ServiceConfig:
+    """Build the configuration from layers of settings, each later one over those before.
+
+    `model` is the one setting without a default; `runtime.model` is `model` unless it is set. A key that names no
+    setting, a value that does not parse, and a value out of range raise `BadConfig`.
+    """
+    settings: dict[str, object] = {}
+    for layer in layers:
+        settings.update(_flat(layer))
+    if "model" not in settings:
+        raise BadConfig("no model is set: it names a directory, a .gguf file or a known model")
+    settings.setdefault("runtime.model", settings["model"])
+    known = setting_types()
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise BadConfig(f"no setting is named {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    values: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        parsed = parse_value(key, value, known[key])
+        if section:
+            sections.setdefault(section, {})[name] = parsed
+        else:
+            values[name] = parsed
+    for section, kind in _sections().items():
+        if section in sections:
+            values[section] = kind(**sections[section])
+    return ServiceConfig(**values)
+
+
+def environment_layer(environment: Mapping[str, str]) -> dict[str, object]:
+    """Settings from variables such as `MICROTOME_WORKERS_COUNT=2` or `MICROTOME_MODEL=…`.
+
+    Variables with the prefix that name no setting are left alone: other programs of ours have their own.
+    """
+    names = {ENVIRONMENT_PREFIX + key.replace(".", "_").upper(): key for key in setting_types()}
+    return {names[name]: value for name, value in environment.items() if name in names}
+
+
+def file_layer(path: Path) -> dict[str, object]:
+    """Settings from a YAML file: sections as mappings. An unreadable or malformed file raises `BadConfig`."""
+    import yaml  # only a service reads files: the client's install has no YAML
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"configuration file {str(path)!r} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise BadConfig(f"configuration file {str(path)!r} is not YAML: {' '.join(str(error).split())}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise BadConfig(f"configuration file {str(path)!r} holds a {type(loaded).__name__}, not a mapping of settings")
+    return dict(_flat(loaded))
+
+
+def setting_types() -> dict[str, Any]:
+    """Every setting's dotted key and its type."""
+    kinds: dict[str, Any] = {}
+    hints = get_type_hints(ServiceConfig)
+    for name, kind in hints.items():
+        if is_dataclass(kind):
+            inner = get_type_hints(kind)
+            kinds.update({f"{name}.{part.name}": inner[part.name] for part in fields(kind) if part.init})
+        else:
+            kinds[name] = kind
+    return kinds
+
+
+def parse_value(key: str, value: object, kind: Any) -> object:
+    """`value`, or the text of it, as the setting's type. Raises `BadConfig` naming key, value and type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "") and str not in arguments):
+            return None
+        return parse_value(key, value, next(a for a in arguments if a is not type(None)))
+    if origin is typing.Literal:
+        if value in arguments:
+            return value
+        raise BadConfig(f"{key} {value!r} is none of {', '.join(map(str, arguments))}")
+    if origin in (tuple, frozenset):
+        parts: object = re.split(r"[,\s]+", value.strip(" ,()[]")) if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple | set | frozenset):
+            raise BadConfig(f"{key} {value!r} is not a list")
+        items = [parse_value(key, part, arguments[0]) for part in parts if part != ""]
+        return frozenset(items) if origin is frozenset else tuple(items)
+    try:
+        if kind is bool:
+            return _parse_bool(value)
+        if kind is int and not isinstance(value, bool) and isinstance(value, int | str):
+            return int(value)
+        if kind is float and not isinstance(value, bool) and isinstance(value, int | float | str):
+            return float(value)
+        if kind is str and isinstance(value, str | Path):
+            return str(value)
+    except ValueError:
+        pass
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(kind, str(kind))
+    raise BadConfig(f"{key} {value!r} is not {wanted}")
+
+
+def _parse_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "yes", "on", "1"):
+        return True
+    if isinstance(value, str) and value.lower() in ("false", "no", "off", "0"):
+        return False
+    raise ValueError
+
+
+def _sections() -> dict[str, Any]:
+    hints = get_type_hints(ServiceConfig)
+    return {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+
+
+def _flat(layer: Layer, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in layer.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
