@@ -20,3 +20,6 @@ class Executor(Protocol):
 
     def snapshot(self) -> tuple[SequenceSnapshot, ...]:
         """Every live sequence, as of the last step run."""
+
+    def probe(self) -> None:
+        """Make the device do the least it can and wait for it; changes nothing. Raises `StepError` when it fails."""

@@ -44,7 +44,7 @@ class WorkerStub:
                 request_serializer=microtome_dot_v1_dot_worker__pb2.StepPlan.SerializeToString,
                 response_deserializer=microtome_dot_v1_dot_worker__pb2.StepResult.FromString,
                 _registered_method=True)
-        self.Snapshot = channel.unary_unary(
+        self.Snapshot = channel.unary_stream(
                 '/microtome.v1.Worker/Snapshot',
                 request_serializer=microtome_dot_v1_dot_worker__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=microtome_dot_v1_dot_worker__pb2.SnapshotResponse.FromString,
@@ -62,15 +62,17 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Steps(self, request_iterator, context):
-        """One stream per incarnation. Plans are run one at a time, in the order of their step numbers, and answered in that
-        order. A repeat of the newest step is answered from its stored result and not run again.
+        """One stream per incarnation: a newer one ends the older with ABORTED. Accepted when the initial metadata arrives,
+        which names the incarnation (hex) under `microtome-incarnation`. Plans are run one at a time, in the order of their
+        step numbers, and answered in that order. A repeat of one of the newest steps is answered from its stored result
+        and not run again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """The sequences the worker holds, for a driver that starts anew.
+        """The sequences the worker holds, as of one step, for a driver that starts anew. One message or more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +91,7 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=microtome_dot_v1_dot_worker__pb2.StepPlan.FromString,
                     response_serializer=microtome_dot_v1_dot_worker__pb2.StepResult.SerializeToString,
             ),
-            'Snapshot': grpc.unary_unary_rpc_method_handler(
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=microtome_dot_v1_dot_worker__pb2.SnapshotRequest.FromString,
                     response_serializer=microtome_dot_v1_dot_worker__pb2.SnapshotResponse.SerializeToString,
@@ -170,7 +172,7 @@ class Worker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/microtome.v1.Worker/Snapshot',
