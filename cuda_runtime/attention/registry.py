@@ -9,18 +9,23 @@ from types import MappingProxyType
 
 import torch
 
-from microtome.cuda_runtime.attention import operator, reference
+from microtome.cuda_runtime.attention import cpu, reference, torch_operator
 from microtome.cuda_runtime.attention.seam import Attention
 from microtome.planner.errors import BadConfig
 
 
 def _reference() -> Attention:
-    return operator.build("reference", reference.write_cells, reference.attend)
+    return torch_operator.build("reference", reference.write_cells, reference.attend)
+
+
+def _cpu() -> Attention:
+    return torch_operator.build("cpu", cpu.write_cells, cpu.attend)
 
 
 REALISATIONS: Mapping[str, Callable[[], Attention]] = MappingProxyType(
     {
         "reference": _reference,
+        "cpu": _cpu,
     }
 )
 
@@ -35,4 +40,4 @@ def get_attention(name: str) -> Attention:
 
 def default_attention(device: torch.device) -> str:
     """The name of the fastest realisation that runs on `device`."""
-    return "reference"
+    return "cpu" if device.type == "cpu" else "reference"

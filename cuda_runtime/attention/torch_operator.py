@@ -13,7 +13,8 @@ from torch import Tensor
 
 from microtome.cuda_runtime.attention.seam import Attention
 
-LIBRARY = torch.library.Library("microtome", "FRAGMENT")  # keeps what is registered below alive
+# Keeps what is registered below alive.
+LIBRARY = torch.library.Library("microtome", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 WriteCells = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 AttendInto = Callable[
@@ -96,7 +97,7 @@ class OperatorAttention:
 def define(name: str) -> str:
     """Define the operator of realisation `name`, with its fake; returns the operator's qualified name."""
     qualified = f"microtome::update_and_attend_{name}"
-    LIBRARY.define(f"update_and_attend_{name}{_SCHEMA}", tags=(torch.Tag.needs_fixed_stride_order,))
+    LIBRARY.define(f"update_and_attend_{name}{_SCHEMA}", tags=(torch.Tag.needs_fixed_stride_order,))  # type: ignore[no-untyped-call]
     torch.library.register_fake(qualified, _fake, lib=LIBRARY)
     return qualified
 
@@ -124,7 +125,9 @@ def build(name: str, write: WriteCells, attend_into: AttendInto) -> Attention:
         return out
 
     define(name)
-    LIBRARY.impl(f"update_and_attend_{name}", update_and_attend, "CompositeExplicitAutograd")
+    LIBRARY.impl(  # type: ignore[no-untyped-call]
+        f"update_and_attend_{name}", update_and_attend, "CompositeExplicitAutograd"
+    )
     operator = getattr(torch.ops.microtome, f"update_and_attend_{name}").default
     return OperatorAttention(name, write, attend_into, operator)
 
