@@ -39,6 +39,11 @@ class GenerationStub:
                 request_serializer=microtome_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=microtome_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/microtome.v1.Generation/Resume',
+                request_serializer=microtome_dot_v1_dot_generation__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/microtome.v1.Generation/Cancel',
                 request_serializer=microtome_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
@@ -62,6 +67,15 @@ class GenerationServicer:
     def Generate(self, request, context):
         """Generate after a prompt; one message per step that produced tokens, the last with a finish reason. The stream's
         end without a finish reason comes with a gRPC status that says why. Hanging up cancels the generation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Go on with a generation whose stream broke, from the tokens the caller has. Any generation goes on for a while after
+        its driver was restarted; after other breaks only one that was started as resumable. It takes the generation over
+        from a stream that is still open. NOT_FOUND when it is not known, or no longer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +108,11 @@ def add_GenerationServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=microtome_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=microtome_dot_v1_dot_generation__pb2.ResumeRequest.FromString,
                     response_serializer=microtome_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
@@ -138,6 +157,33 @@ class Generation:
             target,
             '/microtome.v1.Generation/Generate',
             microtome_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            microtome_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/microtome.v1.Generation/Resume',
+            microtome_dot_v1_dot_generation__pb2.ResumeRequest.SerializeToString,
             microtome_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
