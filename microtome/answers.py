@@ -1,0 +1,191 @@
+"""What a client gets back: plain values, and how each is read off the wire. Knows no channel, clock or thread.
+
+Counts are tokens, cells or generations; times are seconds where a name ends in `_s`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from microtome.v1 import generation_pb2 as pb
+
+__all__ = ["Completion", "FinishReason", "Model", "ServiceStatus", "Update", "Usage", "WorkerState"]
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended. Compares equal to its text: `update.finish_reason == "length"`."""
+
+    STOP = "stop"  # a stop token; it is among the token ids, not in the text
+    LENGTH = "length"  # max_new_tokens, or the end of the context
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a generation cost."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int  # prompt tokens found in the prefix cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one message of a generation's stream adds. `finish_reason` and `usage` are set on the last one only."""
+
+    text: str  # what these tokens add; may lag behind them while a character is incomplete
+    token_ids: tuple[int, ...]
+    offset: int  # tokens of this generation sent before these
+    generation_id: str
+    seed: int  # the seed in force
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole generation: its updates, joined."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    generation_id: str
+    seed: int
+    finish_reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is served."""
+
+    name: str
+    architecture: str  # the transformers library's name of the model class
+    fingerprint: str  # hex; equal fingerprints give equal answers
+    vocab_size: int
+    context_tokens: int  # prompt and output of one generation together
+    end_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """One worker, as the service sees it."""
+
+    name: str
+    state: str  # "starting", "ready", "draining", "lost"
+    cause: str  # why it is not ready; empty when it is
+    device: str
+    address: str
+    pid: int
+    incarnation: str  # hex
+    cells_used: int
+    cells_usable: int
+    sessions: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """How the service is."""
+
+    service: str
+    version: str
+    uptime_s: float
+    workers: tuple[WorkerState, ...]
+    running: int  # generations with a step behind or under way
+    waiting: int  # generations that wait for their first step
+    counters: dict[str, int]  # name of the field in `microtome.v1.Counters` → its value
+    ray_address: str  # "host:port" of the Ray cluster's head
+
+
+_FINISH = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+}
+
+
+def update_of(message: pb.GenerateResponse) -> Update:
+    """One message as an update. A finish reason this client does not know yet ends the generation as a stop does."""
+    finish = None
+    if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+        finish = _FINISH.get(message.finish_reason, FinishReason.STOP)
+    return Update(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        offset=message.offset,
+        generation_id=message.generation_id,
+        seed=message.seed,
+        finish_reason=finish,
+        usage=_usage_of(message.usage) if finish is not None else None,
+    )
+
+
+def completion_of(updates: Iterable[Update]) -> Completion:
+    """The updates of one whole generation, in order and at least the last one, joined."""
+    texts: list[str] = []
+    token_ids: list[int] = []
+    last = None
+    for last in updates:
+        texts.append(last.text)
+        token_ids.extend(last.token_ids)
+    assert last is not None  # a stream that ends without a finish reason raises before it comes here
+    assert last.finish_reason is not None
+    assert last.usage is not None
+    return Completion(
+        text="".join(texts),
+        token_ids=tuple(token_ids),
+        generation_id=last.generation_id,
+        seed=last.seed,
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+    )
+
+
+def model_of(message: pb.GetModelResponse) -> Model:
+    return Model(
+        name=message.name,
+        architecture=message.architecture,
+        fingerprint=message.fingerprint,
+        vocab_size=message.vocab_size,
+        context_tokens=message.context_tokens,
+        end_token_ids=tuple(message.end_token_ids),
+        has_chat_template=message.has_chat_template,
+    )
+
+
+def status_of(message: pb.StatusResponse) -> ServiceStatus:
+    return ServiceStatus(
+        service=message.service,
+        version=message.version,
+        uptime_s=message.uptime_ms / 1000,
+        workers=tuple(_worker_of(worker) for worker in message.workers),
+        running=message.running,
+        waiting=message.waiting,
+        counters={field.name: getattr(message.counters, field.name) for field in pb.Counters.DESCRIPTOR.fields},
+        ray_address=message.ray_address,
+    )
+
+
+def _usage_of(message: pb.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        output_tokens=message.output_tokens,
+        cached_tokens=message.cached_tokens,
+    )
+
+
+def _worker_of(message: pb.WorkerStatus) -> WorkerState:
+    return WorkerState(
+        name=message.name,
+        state=message.state,
+        cause=message.cause,
+        device=message.device,
+        address=message.address,
+        pid=message.pid,
+        incarnation=message.incarnation,
+        cells_used=message.cells_used,
+        cells_usable=message.cells_usable,
+        sessions=message.sessions,
+        steps=message.steps,
+    )

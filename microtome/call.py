@@ -1,0 +1,202 @@
+"""What the two clients share: one call's life, whoever does the waiting. Starts no thread, opens no connection.
+
+A client owns the channel and waits; it tells a `Call` what came (`received`, `failed`, `ended`) and does as it says:
+hand an update on, wait so many seconds and try again, or raise. One thread at a time uses a `Call`.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from microtome.answers import Update, update_of
+from microtome.errors import DeadlineExceeded, InvalidRequest, MicrotomeError, ServiceFailed, Unavailable, error_for
+from microtome.retry import Retry
+from microtome.v1 import generation_pb2 as pb
+
+SERVICE = "microtome.v1.Generation"
+CLOSED = "the client is closed"
+CLOSED_MEANWHILE = "the client was closed while the call ran"
+RETRY_AFTER_KEY = "retry-after-ms"  # trailing metadata of RESOURCE_EXHAUSTED
+
+# A link that is silent for 10 s is probed, and given up 5 s later; an idle client sends no probes. What ends a silent
+# link is http2.ping_timeout_ms: keepalive_timeout_ms has no effect in this gRPC.
+_KEEPALIVE: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 0),
+)
+# A service that restarts is back within a second: gRPC's own wait before it dials again must not be the longer one.
+_RECONNECT: tuple[tuple[str, int], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1_000),  # also the least time a single dialling may take
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),  # one client's failed dialling delays no other's
+    ("grpc.enable_retries", 0),  # what is tried again is decided here
+)
+_LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
+_SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:", "xds:")
+
+
+class RpcFailure(Protocol):
+    """What a failed call tells, in either of gRPC's two Python interfaces."""
+
+    def code(self) -> grpc.StatusCode: ...
+
+    def details(self) -> str | None: ...
+
+    def trailing_metadata(self) -> Any: ...
+
+
+def channel_options(address: str) -> list[tuple[str, Any]]:
+    """How a client's channel to `address` behaves. Raises InvalidRequest when it is no address."""
+    host, _, port = address.rpartition(":")
+    if not address.startswith(_SCHEMES) and not (
+        host and (":" not in host or host.startswith("[")) and port.isdecimal() and 0 < int(port) < 2**16
+    ):
+        raise InvalidRequest(f'an address is "host:port" with a port from 1 to 65535, not {address!r}')
+    options: list[tuple[str, Any]] = [*_KEEPALIVE, *_RECONNECT]
+    if address.startswith(_LOOPBACK):
+        options.append(("grpc.enable_http_proxy", 0))  # a proxy from the environment cannot reach this machine's ports
+    return options
+
+
+class Call:
+    """One call, its retries included.
+
+    `timeout_s` is for all of it together; None: no limit. A call is tried again only while nothing of it has arrived.
+    """
+
+    def __init__(self, address: str, retry: Retry, timeout_s: float | None) -> None:
+        self._address = address
+        self._retry = retry
+        self._timeout_s = timeout_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._failures = 0
+        self._messages = 0
+        self._tokens = 0
+        self._finished = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the message with the finish reason has come."""
+        return self._finished
+
+    def remaining_s(self) -> float | None:
+        """What an attempt that starts now may take: gRPC's `timeout`."""
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+    def received(self, message: pb.GenerateResponse) -> Update:
+        update = update_of(message)
+        self._messages += 1
+        self._tokens += len(update.token_ids)
+        self._finished = update.finish_reason is not None
+        return update
+
+    def failed(self, failure: RpcFailure) -> float:
+        """Seconds to wait before the next attempt. Raises what the caller is told, when there is to be none."""
+        self._failures += 1
+        if failure.code() is grpc.StatusCode.UNAVAILABLE and not self._messages:
+            wait_s = self._retry.wait_s(self._failures, random.random())
+            remaining_s = self.remaining_s()
+            if self._failures < self._retry.attempts and (remaining_s is None or wait_s < remaining_s):
+                return wait_s
+        raise self._error_of(failure)
+
+    def ended(self) -> None:
+        """The stream ended without an error. Raises ServiceFailed when the last message was none."""
+        if not self._finished:
+            raise ServiceFailed(f"the service at {self._address} ended the stream without a finish reason", "OK")
+
+    def _error_of(self, failure: RpcFailure) -> MicrotomeError:
+        code, details = failure.code(), (failure.details() or "").strip()
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(self._unavailable(details), code.name)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and details in ("", "Deadline Exceeded"):  # gRPC's own words
+            details = f"no answer from {self._address} within {self._timeout_s or 0:g} s"
+            if self._messages:
+                details = f"the generation took longer than {self._timeout_s or 0:g} s; {self._so_far()} had come"
+        if code is grpc.StatusCode.CANCELLED and details == "Channel closed!":
+            details = CLOSED_MEANWHILE
+        if code is grpc.StatusCode.UNIMPLEMENTED and details in ("", "Method not found!"):
+            details = f"what answers at {self._address} does not offer {SERVICE}"
+        return error_for(code.name, details or f"{code.name} from {self._address}", _retry_after_ms(failure))
+
+    def _so_far(self) -> str:
+        return "1 token" if self._tokens == 1 else f"{self._tokens} tokens"
+
+    def _unavailable(self, details: str) -> str:
+        """The service's own sentence, or ours in place of gRPC's remarks on sockets."""
+        where, lowered = self._address, details.lower()
+        if lowered.startswith(("failed to connect to all addresses", "connection refused")):
+            reason = details.rpartition(": ")[2] or "connection failed"
+            return f"no service answers at {where} ({reason[0].lower()}{reason[1:]})"
+        if lowered.startswith(("errors resolving", "dns resolution failed")) or "name resolution" in lowered:
+            return f"no service answers at {where} (there is no such host)"
+        if lowered.startswith(_LINK_BROKEN) or not details:
+            had = f" after {self._so_far()}" if self._messages else ""
+            return f"the connection to the service at {where} was lost{had}"
+        return details
+
+
+class Readiness:
+    """A wait for a service to be ready: told how each health check went, it says how long to wait before the next."""
+
+    POLL_S = 0.1
+    CHECK_S = 5.0  # one check may take this long, or what is left if that is less
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self._call = Call(address, Retry(attempts=1), timeout_s)
+        self._address, self._timeout_s = address, timeout_s
+
+    def check_timeout_s(self) -> float:
+        return min(self.CHECK_S, self._call.remaining_s() or 0.0)
+
+    def not_serving(self) -> float:
+        return self._again(f"the service at {self._address} is not ready")
+
+    def failed(self, failure: RpcFailure) -> float:
+        """Raises at once when waiting cannot help: no health service there, or this caller may not ask."""
+        try:
+            self._call.failed(failure)
+        except (Unavailable, DeadlineExceeded) as error:
+            return self._again(str(error))
+        raise AssertionError("a call with one attempt is never tried again")
+
+    def _again(self, reason: str) -> float:
+        if not self._call.remaining_s():
+            raise DeadlineExceeded(f"{reason}; waited {self._timeout_s:g} s", "DEADLINE_EXCEEDED")
+        return self.POLL_S
+
+
+_LINK_BROKEN = (  # how gRPC's own remarks on a lost connection begin
+    "cancelling all calls",
+    "socket closed",
+    "connection reset",
+    "stream removed",
+    "goaway",
+    "recvmsg:",
+    "sendmsg:",
+    "ping timeout",
+    "keepalive watchdog timeout",
+    "broken pipe",
+    "transport closed",
+    "connection aborted",
+    "eof",
+    "endpoint closing",
+    "end of tcp stream",
+    "received rst_stream",
+    "failed parsing http/2",
+    "connection attempt timed out",
+)
+
+
+def _retry_after_ms(failure: RpcFailure) -> int | None:
+    metadata: Sequence[tuple[str, str | bytes]] = tuple(failure.trailing_metadata() or ())
+    for key, value in metadata:
+        if key == RETRY_AFTER_KEY and str(value).isdecimal():
+            return int(value)
+    return None

@@ -1,0 +1,164 @@
+"""What may be asked of one generation, and how it is put on the wire. Pure: knows no channel, clock or thread.
+
+What the wire cannot carry is refused here, by name and value; whether a value makes sense for the model served is the
+service's to say.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypedDict, TypeVar
+
+from microtome.errors import InvalidRequest
+from microtome.v1 import generation_pb2 as pb
+
+__all__ = ["GenerateOptions", "Message"]
+
+Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+
+_UINT32_MAX = 2**32 - 1
+_UINT64_MAX = 2**64 - 1
+_INT32_MAX = 2**31 - 1
+_REQUIRED_KEYS = ("role", "content")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `complete`, of both clients. None is the same as absent."""
+
+    max_new_tokens: int | None  # 1 or more; absent: 256, or what the context has room for if that is less
+    temperature: float | None  # 0 or more; absent: 0, greedy
+    top_k: int | None  # 0 or absent: off
+    top_p: float | None  # above 0, at most 1; absent: off
+    min_p: float | None  # 0 to 1; 0 or absent: off
+    seed: int | None  # 64 bits, unsigned; absent: the service chooses, and every update says which
+    stop_token_ids: Sequence[int] | None  # beside the model's own end tokens
+    ignore_eos: bool | None  # True: the model's own end tokens do not stop
+    generation_id: str | None  # absent: minted by the service
+    priority: int | None  # higher first; absent: 0
+    timeout_s: float | None  # for the whole generation, retries included; absent: the client's, else none
+
+
+def request_of(
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    token_ids: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> pb.GenerateRequest:
+    """The request that stands for one call of `generate`; `timeout_s` is not in it.
+
+    Raises InvalidRequest for a prompt that is given twice or not at all and for values the wire cannot carry, TypeError
+    for an option that does not exist.
+    """
+    unknown = sorted(set(options) - set(GenerateOptions.__annotations__))
+    if unknown:
+        names = ", ".join(GenerateOptions.__annotations__)
+        raise TypeError(f"there is no option {unknown[0]!r}; the options are {names}")
+    given = [
+        name
+        for name, value in (("prompt", prompt), ("messages", messages), ("token_ids", token_ids))
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise InvalidRequest(f"give one of prompt, messages and token_ids, not {' and '.join(given) or 'none'}")
+    request = pb.GenerateRequest()
+    if prompt is not None:
+        request.text = _text("prompt", prompt)
+    elif messages is not None:
+        request.chat.CopyFrom(_chat(messages))
+    elif token_ids is not None:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=_whole_numbers("token_ids", token_ids)))
+    _fill(request, {name: value for name, value in options.items() if value is not None})
+    return request
+
+
+def timeout_of(options: Mapping[str, Any]) -> float | None:
+    """Seconds that the whole generation may take; None: as long as it takes."""
+    timeout_s = options.get("timeout_s")
+    return None if timeout_s is None else positive_seconds("timeout_s", timeout_s)
+
+
+def positive_seconds(name: str, value: object) -> float:
+    seconds = _real(name, value)
+    if not 0 < seconds < math.inf:  # a NaN fails both
+        raise InvalidRequest(f"{name} must be above 0 seconds and finite, not {seconds:g}")
+    return seconds
+
+
+def _fill(request: pb.GenerateRequest, options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        match name:
+            case "max_new_tokens" | "top_k":
+                setattr(request, name, _whole(name, value, 0, _UINT32_MAX))
+            case "seed":
+                request.seed = _whole(name, value, 0, _UINT64_MAX)
+            case "priority":
+                request.priority = _whole(name, value, -_INT32_MAX - 1, _INT32_MAX)
+            case "temperature" | "top_p" | "min_p":
+                setattr(request, name, _real(name, value))
+            case "stop_token_ids":
+                request.stop_token_ids.extend(_whole_numbers(name, value))
+            case "ignore_eos":
+                if not isinstance(value, bool):
+                    _wrong_kind(name, "True or False", value)
+                request.ignore_eos = value
+            case "generation_id":
+                request.generation_id = _text(name, value)
+
+
+def _chat(messages: Sequence[Message]) -> pb.Chat:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        _wrong_kind("messages", "a list of messages", messages)
+    if not messages:
+        raise InvalidRequest("messages must hold 1 message or more, not 0")
+    chat = pb.Chat()
+    for place, message in enumerate(messages):
+        name = f"messages[{place}]"
+        if not isinstance(message, Mapping):
+            _wrong_kind(name, "a mapping with role and content", message)
+        missing = [key for key in _REQUIRED_KEYS if key not in message]
+        if missing:
+            raise InvalidRequest(f"{name} has no {missing[0]!r}")
+        extra = sorted(str(key) for key in message if key not in _REQUIRED_KEYS)
+        if extra:
+            raise InvalidRequest(f"{name} has {extra[0]!r}, which is not sent; a message is role and content")
+        role, content = (_text(f"{name}[{key!r}]", message[key]) for key in _REQUIRED_KEYS)
+        chat.messages.add(role=role, content=content)
+    return chat
+
+
+_T = TypeVar("_T")
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        _wrong_kind(name, "text", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, such as a file name or sys.argv may hold
+        raise InvalidRequest(f"{name} is not valid Unicode at character {error.start}") from error
+    return value
+
+
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        _wrong_kind(name, "a whole number", value)
+    number = value.__index__()
+    assert isinstance(number, int)
+    if not least <= number <= most:
+        raise InvalidRequest(f"{name} must be {least} to {most}, not {number}")
+    return number
+
+
+def _whole_numbers(name: str, values: object) -> list[int]:
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        _wrong_kind(name, "a list of token ids", values)
+    return [_whole(f"{name}[{place}]", value, 0, _UINT32_MAX) for place, value in enumerate(values)]
+
+
+def _real(name: str, value: object) -> float:
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        _wrong_kind(name, "a number", value)
+    return float(value)
+
+
+def _wrong_kind(name: str, wanted: str, value: object) -> NoReturn:
+    raise InvalidRequest(f"{name} must be {wanted}, not {value!r:.60}")
