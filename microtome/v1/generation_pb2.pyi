@@ -163,7 +163,7 @@ class StatusResponse(_message.Message):
     def __init__(self, service: _Optional[str] = ..., version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., ray_address: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "state", "device", "incarnation", "pid", "address", "cells_used", "cells_usable", "sessions", "steps", "cause")
+    __slots__ = ("name", "state", "device", "incarnation", "pid", "address", "cells_used", "cells_usable", "sessions", "steps", "cause", "cells_cached")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +175,7 @@ class WorkerStatus(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    CELLS_CACHED_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     device: str
@@ -186,7 +187,8 @@ class WorkerStatus(_message.Message):
     sessions: int
     steps: int
     cause: str
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., cells_used: _Optional[int] = ..., cells_usable: _Optional[int] = ..., sessions: _Optional[int] = ..., steps: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+    cells_cached: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., cells_used: _Optional[int] = ..., cells_usable: _Optional[int] = ..., sessions: _Optional[int] = ..., steps: _Optional[int] = ..., cause: _Optional[str] = ..., cells_cached: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("generations_started", "generations_finished", "prompt_tokens", "output_tokens", "overshoot_tokens", "steps", "step_us", "idle_us", "cached_tokens")
