@@ -4,6 +4,7 @@ What both clients know lies in `call`, `sampling` and `answers`; here is only th
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -13,10 +14,18 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from microtome.answers import Completion, Model, ServiceStatus, Update, completion_of, model_of, status_of
-from microtome.call import CLOSED, CLOSED_MEANWHILE, Call, Readiness, channel_options
+from microtome.call import CANCEL_S, CLOSED, CLOSED_MEANWHILE, Call, Readiness, channel_options
 from microtome.errors import Cancelled, ClientClosed
+from microtome.generation_call import GenerationCall
 from microtome.retry import Retry
-from microtome.sampling import GenerateOptions, Message, positive_seconds, request_of, timeout_of
+from microtome.sampling import (
+    GenerateOptions,
+    Message,
+    positive_seconds,
+    request_of,
+    resume_request_of,
+    seconds_or_none,
+)
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc
 
@@ -44,6 +53,7 @@ class AsyncClient:
         self._retry = Retry() if retry is None else retry
         self._call_timeout_s = positive_seconds("call_timeout_s", call_timeout_s)
         self._closed = False
+        self._cancelling: set[asyncio.Task[None]] = set()  # a task that is let go of may vanish
         self._channel: grpc.aio.Channel | None = None  # made by the first call: a channel belongs to a loop
 
     def generate(
@@ -64,10 +74,15 @@ class AsyncClient:
 
         Raises InvalidRequest for what cannot be sent; the iteration raises what the service refuses or fails with.
         """
-        request = request_of(prompt, messages, token_ids, options)
-        call = Call(self.address, self._retry, timeout_of(options))
-        stub = generation_pb2_grpc.GenerationStub(self._connection())
-        return AsyncGeneration(stub.Generate, request, call)
+        return self._generation(request_of(prompt, messages, token_ids, options), options.get("timeout_s"))
+
+    def resume(self, generation_id: str, offset: int = 0, *, timeout_s: float | None = None) -> "AsyncGeneration":
+        """Go on with a generation from its token `offset` on: the number of tokens the caller has.
+
+        It is taken over from whoever else may be reading it. Raises NotFound, in the iteration, when it is not known:
+        never started, started without `resumable`, or kept no longer.
+        """
+        return self._generation(resume_request_of(generation_id, offset), timeout_s)
 
     async def complete(
         self,
@@ -112,6 +127,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; what is under way is cancelled. May be called twice."""
         self._closed = True
+        if self._cancelling:
+            await asyncio.wait(self._cancelling, timeout=CANCEL_S)
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -122,6 +139,24 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _generation(self, request: pb.GenerateRequest | pb.ResumeRequest, timeout_s: float | None) -> "AsyncGeneration":
+        call = GenerationCall(request, self.address, self._retry, seconds_or_none("timeout_s", timeout_s))
+        stub = generation_pb2_grpc.GenerationStub(self._connection())
+        return AsyncGeneration(stub, call, self._cancel_unwaited)
+
+    def _cancel_unwaited(self, generation_id: str) -> None:
+        """Send a `Cancel` and wait for its answer in `close` at the latest."""
+
+        async def cancel() -> None:
+            with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, ClientClosed):
+                stub = generation_pb2_grpc.GenerationStub(self._connection())
+                await stub.Cancel(pb.CancelRequest(generation_id=generation_id), timeout=CANCEL_S)
+
+        if not self._closed:
+            cancelling = asyncio.get_running_loop().create_task(cancel())
+            self._cancelling.add(cancelling)
+            cancelling.add_done_callback(self._cancelling.discard)
 
     async def _unary(self, name: str, request: Any) -> Any:
         call = Call(self.address, self._retry, self._call_timeout_s)
@@ -154,50 +189,69 @@ class AsyncClient:
 class AsyncGeneration(AsyncIterator[Update]):
     """The updates of one generation, in order. Closing it, or letting go of it, ends the generation.
 
-    One task iterates; `close` may be called from any task of the loop.
+    One task iterates; `close` and `detach` may be called from any task of the loop.
     """
 
-    def __init__(self, method: Callable[..., Any], request: pb.GenerateRequest, call: Call) -> None:
-        self._method, self._request, self._call = method, request, call
+    def __init__(
+        self, stub: generation_pb2_grpc.GenerationStub, call: GenerationCall, cancel: Callable[[str], None]
+    ) -> None:
+        self._stub, self._call, self._cancel = stub, call, cancel
         self._loop = asyncio.get_running_loop()
-        self._closed = asyncio.Event()
+        self._over = asyncio.Event()  # nothing comes any more
+        self._rpc: Any = None
         self._start()
+
+    @property
+    def generation_id(self) -> str:
+        """What to call it by in `cancel` and `resume`."""
+        return self._call.generation_id
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Update:
-        while not self._closed.is_set():
+        while not self._over.is_set():
             try:
                 return self._call.received(await anext(self._messages))
             except StopAsyncIteration:
-                self._closed.set()
+                self._over.set()
                 self._call.ended()
             except grpc.RpcError as failure:
-                if self._closed.is_set() or self._call.finished:  # we hung up; or the last message had come
+                if self._over.is_set() or self._call.finished:  # we hung up; or the last message had come
                     break
                 await self._try_again(failure)
             except asyncio.CancelledError as cancelled:
                 if _task_is_cancelled():
                     self.close()
                     raise
-                if self._closed.is_set():
+                if self._over.is_set():
                     break
-                self._closed.set()
+                self._over.set()
                 raise Cancelled(CLOSED_MEANWHILE, "CANCELLED") from cancelled
             except BaseException:
                 self.close()
                 raise
+        self._over.set()
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """End the generation, if it has not ended. Nothing comes after it."""
-        self._closed.set()
-        self._rpc.cancel()
+        """End the generation, if it has not ended. Nothing comes after it. Does not wait for the service."""
+        if self._over.is_set() or self._call.finished:
+            self._over.set()
+            return
+        self.detach()
+        if self._call.outlives_its_stream:
+            self._cancel(self.generation_id)
 
     async def aclose(self) -> None:
         """`close`, for `contextlib.aclosing`."""
         self.close()
+
+    def detach(self) -> None:
+        """Stop reading. A generation started with `resumable` goes on, for `resume`; any other one ends."""
+        self._over.set()
+        if self._rpc is not None:
+            self._rpc.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -208,15 +262,19 @@ class AsyncGeneration(AsyncIterator[Update]):
         self.close()
 
     def __del__(self) -> None:
-        # The collector may run in any thread; and a loop that is closed has taken its calls along.
-        if hasattr(self, "_rpc") and not self._rpc.done() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._rpc.cancel)
+        if self._over.is_set() or self._call.finished or self._loop.is_closed():  # a closed loop took its calls along
+            return
+        # The collector may run in any thread, so the loop is asked to do it; and not with a method of what is going.
+        self._loop.call_soon_threadsafe(self._rpc.cancel)
+        if self._call.outlives_its_stream:
+            self._loop.call_soon_threadsafe(self._cancel, self.generation_id)
 
     def _start(self) -> None:
+        name, request = self._call.next_attempt()
         try:
-            self._rpc = self._method(self._request, timeout=self._call.remaining_s())
-        except grpc.aio.UsageError as error:
-            self._closed.set()
+            self._rpc = getattr(self._stub, name)(request, timeout=self._call.remaining_s())
+        except grpc.aio.UsageError as error:  # gRPC's word for a closed channel
+            self._over.set()
             raise ClientClosed(CLOSED) from error
         self._messages = aiter(self._rpc)
 
@@ -224,12 +282,15 @@ class AsyncGeneration(AsyncIterator[Update]):
         try:
             wait_s = self._call.failed(failure)
         except BaseException:
-            self._closed.set()
+            self._over.set()
             raise
         try:
-            await asyncio.wait_for(self._closed.wait(), wait_s)
+            await asyncio.wait_for(self._over.wait(), wait_s)
         except TimeoutError:
             self._start()
+        except BaseException:
+            self.close()
+            raise
 
 
 def _task_is_cancelled() -> bool:

@@ -1,7 +1,7 @@
 """What the two clients share: one call's life, whoever does the waiting. Starts no thread, opens no connection.
 
-A client owns the channel and waits; it tells a `Call` what came (`received`, `failed`, `ended`) and does as it says:
-hand an update on, wait so many seconds and try again, or raise. One thread at a time uses a `Call`.
+A client owns the channel and waits; it tells a `Call` what came and does as it says: wait so many seconds and try
+again, or raise. One thread at a time uses a `Call`. Here is also, and only here, what a gRPC failure means.
 """
 
 import random
@@ -11,14 +11,13 @@ from typing import Any, Protocol
 
 import grpc
 
-from microtome.answers import Update, update_of
-from microtome.errors import DeadlineExceeded, InvalidRequest, MicrotomeError, ServiceFailed, Unavailable, error_for
+from microtome.errors import DeadlineExceeded, InvalidRequest, MicrotomeError, Unavailable, error_for
 from microtome.retry import Retry
-from microtome.v1 import generation_pb2 as pb
 
 SERVICE = "microtome.v1.Generation"
 CLOSED = "the client is closed"
 CLOSED_MEANWHILE = "the client was closed while the call ran"
+CANCEL_S = 1.0  # how long a `Cancel` that nobody waits for may take
 RETRY_AFTER_KEY = "retry-after-ms"  # trailing metadata of RESOURCE_EXHAUSTED
 
 # A link that is silent for 10 s is probed, and given up 5 s later; an idle client sends no probes. What ends a silent
@@ -65,68 +64,54 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
 
 
 class Call:
-    """One call, its retries included.
-
-    `timeout_s` is for all of it together; None: no limit. A call is tried again only while nothing of it has arrived.
-    """
+    """One call, its retries included. `timeout_s` is for all of it together; None: no limit."""
 
     def __init__(self, address: str, retry: Retry, timeout_s: float | None) -> None:
         self._address = address
         self._retry = retry
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._failures = 0
-        self._messages = 0
-        self._tokens = 0
-        self._finished = False
-
-    @property
-    def finished(self) -> bool:
-        """Whether the message with the finish reason has come."""
-        return self._finished
+        self._failures = 0  # since something last arrived
 
     def remaining_s(self) -> float | None:
         """What an attempt that starts now may take: gRPC's `timeout`."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
-    def received(self, message: pb.GenerateResponse) -> Update:
-        update = update_of(message)
-        self._messages += 1
-        self._tokens += len(update.token_ids)
-        self._finished = update.finish_reason is not None
-        return update
-
     def failed(self, failure: RpcFailure) -> float:
-        """Seconds to wait before the next attempt. Raises what the caller is told, when there is to be none."""
+        """Seconds to wait before the next attempt. Raises what the caller is told, when there is to be none.
+
+        Every call that goes through here may be made twice: it only asks, or it cancels.
+        """
+        error = self.error_of(failure)
+        wait_s = self._wait_s(self._retry.attempts)
+        if not isinstance(error, Unavailable) or wait_s is None:
+            raise error
+        return wait_s
+
+    def _wait_s(self, attempts: int) -> float | None:
+        """The wait after one more failure; None: that was the last attempt, or the time is over before the next."""
         self._failures += 1
-        if failure.code() is grpc.StatusCode.UNAVAILABLE and not self._messages:
-            wait_s = self._retry.wait_s(self._failures, random.random())
-            remaining_s = self.remaining_s()
-            if self._failures < self._retry.attempts and (remaining_s is None or wait_s < remaining_s):
-                return wait_s
-        raise self._error_of(failure)
+        wait_s = self._retry.wait_s(self._failures, random.random())
+        remaining_s = self.remaining_s()
+        return wait_s if self._failures < attempts and (remaining_s is None or wait_s < remaining_s) else None
 
-    def ended(self) -> None:
-        """The stream ended without an error. Raises ServiceFailed when the last message was none."""
-        if not self._finished:
-            raise ServiceFailed(f"the service at {self._address} ended the stream without a finish reason", "OK")
+    def _so_far(self) -> str:
+        """What had come before the failure, in words; empty: nothing."""
+        return ""
 
-    def _error_of(self, failure: RpcFailure) -> MicrotomeError:
+    def error_of(self, failure: RpcFailure) -> MicrotomeError:
         code, details = failure.code(), (failure.details() or "").strip()
         if code is grpc.StatusCode.UNAVAILABLE:
             return Unavailable(self._unavailable(details), code.name)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and details in ("", "Deadline Exceeded"):  # gRPC's own words
             details = f"no answer from {self._address} within {self._timeout_s or 0:g} s"
-            if self._messages:
+            if self._so_far():
                 details = f"the generation took longer than {self._timeout_s or 0:g} s; {self._so_far()} had come"
         if code is grpc.StatusCode.CANCELLED and details == "Channel closed!":
             details = CLOSED_MEANWHILE
         if code is grpc.StatusCode.UNIMPLEMENTED and details in ("", "Method not found!"):
             details = f"what answers at {self._address} does not offer {SERVICE}"
         return error_for(code.name, details or f"{code.name} from {self._address}", _retry_after_ms(failure))
-
-    def _so_far(self) -> str:
-        return "1 token" if self._tokens == 1 else f"{self._tokens} tokens"
 
     def _unavailable(self, details: str) -> str:
         """The service's own sentence, or ours in place of gRPC's remarks on sockets."""
@@ -137,7 +122,7 @@ class Call:
         if lowered.startswith(("errors resolving", "dns resolution failed")) or "name resolution" in lowered:
             return f"no service answers at {where} (there is no such host)"
         if lowered.startswith(_LINK_BROKEN) or not details:
-            had = f" after {self._so_far()}" if self._messages else ""
+            had = f" after {self._so_far()}" if self._so_far() else ""
             return f"the connection to the service at {where} was lost{had}"
         return details
 
@@ -149,7 +134,7 @@ class Readiness:
     CHECK_S = 5.0  # one check may take this long, or what is left if that is less
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        self._call = Call(address, Retry(attempts=1), timeout_s)
+        self._call = Call(address, Retry(), timeout_s)
         self._address, self._timeout_s = address, timeout_s
 
     def check_timeout_s(self) -> float:
@@ -160,11 +145,10 @@ class Readiness:
 
     def failed(self, failure: RpcFailure) -> float:
         """Raises at once when waiting cannot help: no health service there, or this caller may not ask."""
-        try:
-            self._call.failed(failure)
-        except (Unavailable, DeadlineExceeded) as error:
-            return self._again(str(error))
-        raise AssertionError("a call with one attempt is never tried again")
+        error = self._call.error_of(failure)
+        if not isinstance(error, Unavailable | DeadlineExceeded):
+            raise error
+        return self._again(str(error))
 
     def _again(self, reason: str) -> float:
         if not self._call.remaining_s():

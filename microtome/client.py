@@ -3,6 +3,7 @@
 What both clients know lies in `call`, `sampling` and `answers`; here is only the waiting.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -12,10 +13,18 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from microtome.answers import Completion, Model, ServiceStatus, Update, completion_of, model_of, status_of
-from microtome.call import CLOSED, Call, Readiness, channel_options
+from microtome.call import CANCEL_S, CLOSED, Call, Readiness, channel_options
 from microtome.errors import ClientClosed
+from microtome.generation_call import GenerationCall
 from microtome.retry import Retry
-from microtome.sampling import GenerateOptions, Message, positive_seconds, request_of, timeout_of
+from microtome.sampling import (
+    GenerateOptions,
+    Message,
+    positive_seconds,
+    request_of,
+    resume_request_of,
+    seconds_or_none,
+)
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc
 
@@ -43,6 +52,7 @@ class Client:
         self._retry = Retry() if retry is None else retry
         self._call_timeout_s = positive_seconds("call_timeout_s", call_timeout_s)
         self._closed = threading.Event()
+        self._cancelling: set[Any] = set()  # gRPC futures: one that is let go of is not sent
         options = channel_options(address)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options)
@@ -68,10 +78,15 @@ class Client:
 
         Raises InvalidRequest for what cannot be sent; the iteration raises what the service refuses or fails with.
         """
-        request = request_of(prompt, messages, token_ids, options)
-        call = Call(self.address, self._retry, timeout_of(options))
-        self._refuse_if_closed()
-        return Generation(self._stub.Generate, request, call)
+        return self._generation(request_of(prompt, messages, token_ids, options), options.get("timeout_s"))
+
+    def resume(self, generation_id: str, offset: int = 0, *, timeout_s: float | None = None) -> "Generation":
+        """Go on with a generation from its token `offset` on: the number of tokens the caller has.
+
+        It is taken over from whoever else may be reading it. Raises NotFound, in the iteration, when it is not known:
+        never started, started without `resumable`, or kept no longer.
+        """
+        return self._generation(resume_request_of(generation_id, offset), timeout_s)
 
     def complete(
         self,
@@ -116,6 +131,9 @@ class Client:
     def close(self) -> None:
         """Close the connection; what is under way is cancelled. May be called twice, and from any thread."""
         self._closed.set()
+        with contextlib.suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+            for cancelling in tuple(self._cancelling):
+                cancelling.exception(CANCEL_S)
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -138,6 +156,18 @@ class Client:
                 raise ClientClosed(CLOSED) from error
             self._closed.wait(wait_s)
 
+    def _generation(self, request: pb.GenerateRequest | pb.ResumeRequest, timeout_s: float | None) -> "Generation":
+        call = GenerationCall(request, self.address, self._retry, seconds_or_none("timeout_s", timeout_s))
+        self._refuse_if_closed()
+        return Generation(self._stub, call, self._cancel_unwaited)
+
+    def _cancel_unwaited(self, generation_id: str) -> None:
+        """Send a `Cancel` and wait for its answer in `close` at the latest."""
+        with contextlib.suppress(ValueError):  # closed already: there is no link to send it on
+            cancelling = self._stub.Cancel.future(pb.CancelRequest(generation_id=generation_id), timeout=CANCEL_S)
+            self._cancelling.add(cancelling)
+            cancelling.add_done_callback(self._cancelling.discard)
+
     def _refuse_if_closed(self) -> None:
         if self._closed.is_set():
             raise ClientClosed(CLOSED)
@@ -146,37 +176,54 @@ class Client:
 class Generation(Iterator[Update]):
     """The updates of one generation, in order. Closing it, or letting go of it, ends the generation.
 
-    One thread iterates; `close` may be called from any.
+    One thread iterates; `close` and `detach` may be called from any.
     """
 
-    def __init__(self, method: Callable[..., Any], request: pb.GenerateRequest, call: Call) -> None:
-        self._method, self._request, self._call = method, request, call
-        self._closed = threading.Event()
+    def __init__(
+        self, stub: generation_pb2_grpc.GenerationStub, call: GenerationCall, cancel: Callable[[str], None]
+    ) -> None:
+        self._stub, self._call, self._cancel = stub, call, cancel
+        self._over = threading.Event()  # nothing comes any more
         self._rpc: Any = None
-        self._rpc = self._start()
+        self._start()
+
+    @property
+    def generation_id(self) -> str:
+        """What to call it by in `cancel` and `resume`."""
+        return self._call.generation_id
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Update:
-        while not self._closed.is_set():
+        while not self._over.is_set():
             try:
                 return self._call.received(next(self._rpc))
             except StopIteration:
-                self._closed.set()
+                self._over.set()
                 self._call.ended()
             except grpc.RpcError as failure:
-                if self._closed.is_set() or self._call.finished:  # we hung up; or the last message had come
+                if self._over.is_set() or self._call.finished:  # we hung up; or the last message had come
                     break
                 self._try_again(failure)
             except BaseException:  # an interrupt while we wait
                 self.close()
                 raise
+        self._over.set()
         raise StopIteration
 
     def close(self) -> None:
-        """End the generation, if it has not ended. Nothing comes after it."""
-        self._closed.set()
+        """End the generation, if it has not ended. Nothing comes after it. Does not wait for the service."""
+        if self._over.is_set() or self._call.finished:
+            self._over.set()
+            return
+        self.detach()
+        if self._call.outlives_its_stream:
+            self._cancel(self.generation_id)
+
+    def detach(self) -> None:
+        """Stop reading. A generation started with `resumable` goes on, for `resume`; any other one ends."""
+        self._over.set()
         if self._rpc is not None:
             self._rpc.cancel()
 
@@ -191,20 +238,21 @@ class Generation(Iterator[Update]):
     def __del__(self) -> None:
         self.close()
 
-    def _start(self) -> Any:
+    def _start(self) -> None:
+        name, request = self._call.next_attempt()
         try:
-            return self._method(self._request, timeout=self._call.remaining_s())
-        except ValueError as error:
-            self._closed.set()
+            self._rpc = getattr(self._stub, name)(request, timeout=self._call.remaining_s())
+        except ValueError as error:  # gRPC's word for a closed channel
+            self._over.set()
             raise ClientClosed(CLOSED) from error
 
     def _try_again(self, failure: grpc.RpcError) -> None:
         try:
             wait_s = self._call.failed(failure)
         except BaseException:
-            self._closed.set()
+            self._over.set()
             raise
-        if not self._closed.wait(wait_s):
-            self._rpc = self._start()
-            if self._closed.is_set():  # closed between the two lines above
+        if not self._over.wait(wait_s):
+            self._start()
+            if self._over.is_set():  # closed between the two lines above
                 self._rpc.cancel()

@@ -7,20 +7,24 @@ __all__ = ["Retry"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """A call is tried again only when that is safe: nobody answered, or the service was unavailable and had sent
-    nothing yet. A stream that has brought a message is never started over.
+    """A call is tried again only when that is safe: nobody answered, or the service was unavailable and the call may be
+    made twice. A stream that has brought tokens is never started over; it is resumed from the last of them.
 
     The wait before attempt n + 1 is drawn from the upper half of `first_s * 2 ** (n - 1)`, `most_s` at most, so that
     clients which failed together do not return together.
     """
 
     attempts: int = 4  # the first one included; 1: never try again
+    resume_attempts: int = (
+        8  # of going on with a stream that broke, each time one breaks; the break itself is the first
+    )
     first_s: float = 0.1
     most_s: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"attempts must be 1 or more, not {self.attempts}")
+        for name, number in (("attempts", self.attempts), ("resume_attempts", self.resume_attempts)):
+            if number < 1:
+                raise ValueError(f"{name} must be 1 or more, not {number}")
         if not 0 < self.first_s <= self.most_s:
             raise ValueError(f"first_s must be above 0 and at most most_s ({self.most_s:g}), not {self.first_s:g}")
 

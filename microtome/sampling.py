@@ -32,7 +32,8 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None  # 64 bits, unsigned; absent: the service chooses, and every update says which
     stop_token_ids: Sequence[int] | None  # beside the model's own end tokens
     ignore_eos: bool | None  # True: the model's own end tokens do not stop
-    generation_id: str | None  # absent: minted by the service
+    generation_id: str | None  # absent: minted by the client
+    resumable: bool | None  # True: lives on when the connection is lost, so that it can be resumed; see `resume`
     priority: int | None  # higher first; absent: 0
     timeout_s: float | None  # for the whole generation, retries included; absent: the client's, else none
 
@@ -70,10 +71,15 @@ def request_of(
     return request
 
 
-def timeout_of(options: Mapping[str, Any]) -> float | None:
-    """Seconds that the whole generation may take; None: as long as it takes."""
-    timeout_s = options.get("timeout_s")
-    return None if timeout_s is None else positive_seconds("timeout_s", timeout_s)
+def resume_request_of(generation_id: str, offset: int) -> pb.ResumeRequest:
+    """The request that goes on with a generation from its token `offset` on."""
+    if not _text("generation_id", generation_id):
+        raise InvalidRequest("generation_id must name a generation; it is empty")
+    return pb.ResumeRequest(generation_id=generation_id, offset=_whole("offset", offset, 0, _UINT32_MAX))
+
+
+def seconds_or_none(name: str, value: object) -> float | None:
+    return None if value is None else positive_seconds(name, value)
 
 
 def positive_seconds(name: str, value: object) -> float:
@@ -96,10 +102,10 @@ def _fill(request: pb.GenerateRequest, options: Mapping[str, Any]) -> None:
                 setattr(request, name, _real(name, value))
             case "stop_token_ids":
                 request.stop_token_ids.extend(_whole_numbers(name, value))
-            case "ignore_eos":
+            case "ignore_eos" | "resumable":
                 if not isinstance(value, bool):
                     _wrong_kind(name, "True or False", value)
-                request.ignore_eos = value
+                setattr(request, name, value)
             case "generation_id":
                 request.generation_id = _text(name, value)
 

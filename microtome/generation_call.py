@@ -1,0 +1,100 @@
+"""What the two clients share of a generation: which message to send next, and what each thing that comes means.
+
+A stream that breaks is gone on with: before its first message by asking again, after it by `Resume` from the tokens
+that have come. So the updates handed on are a generation's tokens, each once and in order, whatever broke in between.
+Waits for nothing; one thread at a time uses it.
+"""
+
+import uuid
+
+import grpc
+
+from microtome.answers import FinishReason, Update, update_of
+from microtome.call import Call, RpcFailure
+from microtome.errors import ServiceFailed, Unavailable
+from microtome.retry import Retry
+from microtome.v1 import generation_pb2 as pb
+
+
+class GenerationCall(Call):
+    """One call of `generate` (`request`: what to ask) or of `resume` (a `ResumeRequest`: where to go on)."""
+
+    def __init__(
+        self, request: pb.GenerateRequest | pb.ResumeRequest, address: str, retry: Retry, timeout_s: float | None
+    ) -> None:
+        super().__init__(address, retry, timeout_s)
+        self._request = request
+        self._offset = request.offset if isinstance(request, pb.ResumeRequest) else 0  # tokens the caller has
+        self._came = 0  # tokens of this call
+        self._resuming = isinstance(request, pb.ResumeRequest)
+        self._lost: Unavailable | None = None  # what broke the stream we are to go on with
+        self.finished = False  # the message with the finish reason has come
+        self._minted = not request.generation_id
+        if self._minted:
+            request.generation_id = uuid.uuid4().hex
+
+    @property
+    def generation_id(self) -> str:
+        return self._request.generation_id
+
+    @property
+    def outlives_its_stream(self) -> bool:
+        """Whether hanging up leaves the generation running, so that ending it takes a `Cancel`."""
+        return isinstance(self._request, pb.ResumeRequest) or self._request.resumable
+
+    def next_attempt(self) -> tuple[str, pb.GenerateRequest | pb.ResumeRequest]:
+        """The method to call now, and its request."""
+        if not self._resuming:
+            return "Generate", self._request
+        return "Resume", pb.ResumeRequest(generation_id=self.generation_id, offset=self._offset)
+
+    def received(self, message: pb.GenerateResponse) -> Update:
+        """The message as an update. Raises ServiceFailed when it does not go on where the last one ended."""
+        update = update_of(message)
+        if update.offset != self._offset:
+            raise ServiceFailed(
+                f"the service at {self._address} went on at token {update.offset}, not at {self._offset}", "OK"
+            )
+        if self._lost is not None and update.finish_reason is FinishReason.CANCELLED and not self.outlives_its_stream:
+            raise self._lost  # the break itself has cancelled it
+        self._failures = 0
+        self._offset += len(update.token_ids)
+        self._came += len(update.token_ids)
+        self._resuming = True
+        self.finished = update.finish_reason is not None
+        return update
+
+    def failed(self, failure: RpcFailure) -> float:
+        """Seconds to wait before `next_attempt`. Raises what the caller is told, when there is to be none."""
+        error = self.error_of(failure)
+        code = failure.code()
+        if self._lost is not None and code is grpc.StatusCode.NOT_FOUND and self._began:
+            raise self._lost  # the generation has ended with its stream, or is kept no longer
+        if self._lost is not None and code is grpc.StatusCode.ALREADY_EXISTS and not self._resuming:
+            self._resuming = True  # an attempt that seemed lost had arrived
+            return 0.0
+        wait_s = self._wait_s(self._retry.resume_attempts if self._resuming else self._retry.attempts)
+        if not isinstance(error, Unavailable):
+            raise error
+        if self._lost is None or self._failures == 1:
+            self._lost = error  # what broke the stream says more than why it could not be gone on with
+        if wait_s is None:
+            raise self._lost
+        if not self._resuming and self._minted and not self.outlives_its_stream:
+            self._request.generation_id = uuid.uuid4().hex  # what may have arrived is ended by the hang-up
+        return wait_s
+
+    def ended(self) -> None:
+        """The stream ended without an error. Raises ServiceFailed when the last message was none."""
+        if not self.finished:
+            raise ServiceFailed(f"the service at {self._address} ended the stream without a finish reason", "OK")
+
+    @property
+    def _began(self) -> bool:
+        """Whether the generation is known to have existed."""
+        return self._came > 0 or isinstance(self._request, pb.GenerateRequest)
+
+    def _so_far(self) -> str:
+        if not self._came:
+            return ""
+        return "1 token" if self._came == 1 else f"{self._came} tokens"
