@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.microtome-installed
 PYTEST_ARGS ?=
 
-.PHONY: help env demo test check format proto bench soak constraints clean
+.PHONY: help env demo test check format proto wheel bench soak constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,11 @@ format: $(STAMP) ## apply the style
 
 proto: $(STAMP) ## generate microtome/v1 from proto/
 	@$(BIN)/python -m tests.support.stubs write
+
+wheel: $(STAMP) ## build the package into dist/
+	@rm -rf dist
+	@$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	@ls dist
 
 bench: $(STAMP) ## measure; prints ratios within one run
 	@for module in bench/[a-z]*.py; do $(BIN)/python -m "bench.$$(basename $$module .py)"; done
