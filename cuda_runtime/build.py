@@ -1,0 +1,151 @@
+"""From options to an executor that is ready: load, size, allocate, warm up, measure, in this order and once."""
+
+import platform
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from microtome.cuda_runtime.attention.registry import default_attention, get_attention
+from microtome.cuda_runtime.checkpoint import find_checkpoint, fingerprint
+from microtome.cuda_runtime.executor import Executor
+from microtome.cuda_runtime.kv_pool import KvPool, allocate_pool, size_pool
+from microtome.cuda_runtime.method import LINES, ROWS, DynamicMethod, Method, Program, StaticMethod
+from microtome.cuda_runtime.model import CellModel, load_model, read_geometry
+from microtome.cuda_runtime.options import RuntimeOptions
+from microtome.cuda_runtime.rows import RowTable
+from microtome.planner.errors import BadConfig
+from microtome.planner.types import Capability, Cell, Incarnation, MethodSpec, MethodTable
+
+MEASURED_RUNS = 3  # per method and width, after one to warm up; the quickest counts
+
+
+def build(options: RuntimeOptions) -> Executor:
+    """An executor over an empty pool. Raises `BadConfig` for what cannot work. Takes seconds to minutes."""
+    checkpoint = find_checkpoint(options.model)
+    device = _device(options)
+    dtype = _dtype(options, device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    causal_lm = load_model(checkpoint, device=device, dtype=dtype)
+    layers = read_geometry(causal_lm, device)
+    size = size_pool(
+        layers,
+        device=device,
+        dtype=dtype,
+        kv_tokens=options.kv_tokens,
+        memory_fraction=options.memory_fraction,
+        at_least=max(options.widths[-1], options.max_step_tokens),
+    )
+    pool = allocate_pool(layers, size.usable_cells, device=device, dtype=dtype)
+    max_session_tokens = min(
+        options.max_session_tokens or checkpoint.context_length, checkpoint.context_length, pool.usable_cells
+    )
+    rows = RowTable(options.max_sequences, max_session_tokens, pool.scratch_cell, device)
+    model = CellModel(causal_lm, get_attention(default_attention(device)))
+    methods = _methods(options, _program(model, rows, pool), device)
+    table = MethodTable(tuple(_measured(method, rows) for method in methods))
+    capability = Capability(
+        incarnation=Incarnation(uuid.uuid4().hex),
+        device=_device_name(device),
+        device_uuid=_device_uuid(device),
+        model=checkpoint.name,
+        fingerprint=fingerprint(checkpoint),
+        vocab_size=checkpoint.vocab_size,
+        usable_cells=pool.usable_cells,
+        scratch_cell=Cell(pool.scratch_cell),
+        max_sequences=options.max_sequences,
+        max_session_tokens=max_session_tokens,
+        windows=tuple(sorted({layer.window for layer in layers})),
+        table=table,
+        max_output_rows=options.max_sequences,
+    )
+    return Executor(capability=capability, methods=methods, rows=rows, pool=pool)
+
+
+def method_specs(options: RuntimeOptions) -> tuple[MethodSpec, ...]:
+    """The ladder the options ask for, ascending by width; the dynamic method only where it is the widest."""
+    specs = [MethodSpec(name=f"forward_{width}", max_tokens=width, static=True) for width in options.widths]
+    if options.max_step_tokens > options.widths[-1]:
+        specs.append(
+            MethodSpec(
+                name="forward_others",
+                max_tokens=options.max_step_tokens,
+                static=False,
+                min_tokens=options.min_prefill_tokens,
+            )
+        )
+    return tuple(specs)
+
+
+def _methods(options: RuntimeOptions, program: Program, device: torch.device) -> list[Method]:
+    return [
+        StaticMethod(spec, program, device) if spec.static else DynamicMethod(spec, program)
+        for spec in method_specs(options)
+    ]
+
+
+def _program(model: CellModel, rows: RowTable, pool: KvPool) -> Program:
+    def program(tokens_1N: Tensor, positions_1N: Tensor, rows_N: Tensor, selector_R: Tensor) -> Tensor:
+        logits: Tensor = model(tokens_1N, positions_1N, rows_N, selector_R, rows.device, pool.k, pool.v)
+        return logits
+
+    return program
+
+
+@torch.inference_mode()
+def _measured(method: Method, rows: RowTable) -> MethodSpec:
+    """Warm the method up; its spec, with the cost of forwards of nothing but padding."""
+
+    def cost_us(width: int) -> int:
+        columns_5N = torch.zeros(LINES, width, dtype=torch.int64, device=rows.device.device)
+        columns_5N[ROWS] = rows.padding_row
+        return _quickest_us(lambda: method.run(columns_5N, 1), rows.device.device)
+
+    spec = method.spec
+    if spec.static:
+        return replace(spec, cost_us=cost_us(spec.max_tokens))
+    narrow, wide = max(spec.min_tokens, spec.max_tokens // 8), spec.max_tokens
+    narrow_us, wide_us = cost_us(narrow), cost_us(wide)
+    slope = max(0.0, (wide_us - narrow_us) / max(1, wide - narrow))
+    return replace(spec, cost_us=max(1, round(wide_us - slope * wide)), cost_ns_per_token=round(slope * 1000))
+
+
+def _device(options: RuntimeOptions) -> torch.device:
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadConfig(f"device {options.device!r}: this torch ({torch.__version__}) finds no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadConfig(f"device {options.device!r}: there are {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _dtype(options: RuntimeOptions, device: torch.device) -> torch.dtype:
+    if options.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
+
+
+def _device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+
+
+def _device_uuid(device: torch.device) -> str:
+    return platform.node() if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _quickest_us(run: Callable[[], Tensor], device: torch.device) -> int:
+    quickest_ns: int | None = None
+    for index in range(1 + MEASURED_RUNS):
+        started_ns = time.perf_counter_ns()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took_ns = time.perf_counter_ns() - started_ns
+        if index and (quickest_ns is None or took_ns < quickest_ns):
+            quickest_ns = took_ns
+    assert quickest_ns is not None
+    return max(1, quickest_ns // 1000)

@@ -1,0 +1,69 @@
+"""A method: one program at one width (static) or a range of widths (dynamic), with the buffers it reads.
+
+A static method always runs its whole width. What a slice leaves over is padding: token 0 at position 0 in the padding
+row, whose only cell is the scratch cell; its outputs are never used. Its selector has exactly `width` entries, the
+last wanted one repeated. Buffers and outputs keep their addresses for the method's life. A dynamic method runs what it
+is given.
+
+N width, R selected rows, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from microtome.planner.types import MethodSpec
+
+TOKENS, POSITIONS, ROWS, SELECTOR, FEEDBACK = range(5)  # the lines of a forward's columns, int64 [5, N]
+LINES = 5
+
+# (tokens [1, N], positions [1, N], rows [N], selector [R]) -> logits [R, V]; index tensors are int64
+Program = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Method(Protocol):
+    @property
+    def spec(self) -> MethodSpec: ...
+
+    def width(self, length: int) -> int:
+        """Tokens that a slice of `length` occupies, padding included."""
+
+    def run(self, columns_5N: Tensor, rows: int) -> Tensor:
+        """Logits [>= rows, V], valid until the next run of this method; the first `rows` belong to the first `rows`
+        entries of the selector. `columns_5N` has the slice's `width`, padding filled in."""
+
+
+class StaticMethod:
+    def __init__(self, spec: MethodSpec, program: Program, device: torch.device) -> None:
+        self.spec = spec
+        self._program = program
+        self._columns = torch.zeros(LINES, spec.max_tokens, dtype=torch.int64, device=device)
+
+    def width(self, length: int) -> int:
+        return self.spec.max_tokens
+
+    def run(self, columns_5N: Tensor, rows: int) -> Tensor:
+        self._columns.copy_(columns_5N)
+        return self._program(
+            self._columns[TOKENS, None], self._columns[POSITIONS, None], self._columns[ROWS], self._columns[SELECTOR]
+        )
+
+
+class DynamicMethod:
+    def __init__(self, spec: MethodSpec, program: Program) -> None:
+        self.spec = spec
+        self._program = program
+
+    def width(self, length: int) -> int:
+        return length
+
+    def run(self, columns_5N: Tensor, rows: int) -> Tensor:
+        selected = max(rows, self.spec.min_rows)
+        return self._program(
+            columns_5N[TOKENS, None],
+            columns_5N[POSITIONS, None],
+            columns_5N[ROWS],
+            columns_5N[SELECTOR, :selected].contiguous(),
+        )
