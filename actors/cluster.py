@@ -51,3 +51,12 @@ def down(service: str, *, ray_address: str | None = None) -> Downed:
     `ray_address` None: the Ray this process is connected to. Raises `BadConfig` when there is no such Ray.
     """
     raise NotImplementedError
+
+
+def is_up(service: str) -> bool:
+    """Whether the service's driver is there, or being restarted, on the Ray this process is connected to.
+
+    False once `down` has been called, by anybody; also when that Ray itself is gone. For who runs a service in the
+    foreground and must notice that it was ended elsewhere. Cheap enough to ask twice a second.
+    """
+    raise NotImplementedError
