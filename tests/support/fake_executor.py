@@ -117,6 +117,7 @@ class FakeExecutor:
         self._sequences: dict[int, _Sequence] = {}
         self._last_step = 0
         self.fail_at, self.refuse_at, self.die_at = fail_at, refuse_at, die_at
+        self.fail_probe = False
         self.seen: list[StepPlan] | None = [] if keep_plans else None
 
     # --- the promises of `Executor` ---
@@ -156,6 +157,10 @@ class FakeExecutor:
             )
             for number, s in sorted(self._sequences.items())
         )
+
+    def probe(self) -> None:
+        if self.fail_probe:
+            raise StepError("the probe fails as scripted")
 
     # --- what tests look at, and do ---
 
