@@ -73,7 +73,7 @@ class Executor:
         self._capability = capability
         self._methods = tuple(methods)
         self._rows = rows
-        self._pool = pool
+        self.pool = pool
         self._sequences = Sequences(
             rows,
             max_sequences=capability.max_sequences,
