@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.microtome-installed
 PYTEST_ARGS ?=
 
-.PHONY: help env demo test check format proto wheel bench soak constraints clean
+.PHONY: help env demo test check format proto docs wheel bench soak constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,7 @@ check: $(STAMP) ## style, types, import directions, generated code
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tests.support.stubs check
+	@$(BIN)/python -m tests.support.pages check
 
 format: $(STAMP) ## apply the style
 	@$(BIN)/ruff check --fix .
@@ -46,6 +47,9 @@ format: $(STAMP) ## apply the style
 
 proto: $(STAMP) ## generate microtome/v1 from proto/
 	@$(BIN)/python -m tests.support.stubs write
+
+docs: $(STAMP) ## bring the made parts of docs/ up to date
+	@$(BIN)/python -m tests.support.pages write
 
 wheel: $(STAMP) ## build the package into dist/
 	@rm -rf dist

@@ -20,7 +20,7 @@ class RuntimeOptions:
     max_step_tokens: int = 512  # the dynamic method's widest forward
     min_prefill_tokens: int = 2  # the dynamic method's narrowest forward
     widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # of the static methods
-    max_sequences: int = 1024
+    max_sequences: int = 1024  # live at once
     max_session_tokens: int | None = None  # None: the model's context length, as far as the pool holds it
     threads: int | None = None  # of torch on a CPU; None: as torch finds it
 
