@@ -92,6 +92,14 @@ class Executor:
     def snapshot(self) -> tuple[SequenceSnapshot, ...]:
         return self._sequences.snapshot(self._cell_tokens)
 
+    def probe(self) -> None:
+        if self._failure is not None:
+            raise StepError(f"an earlier step failed, and this device's cells are unknown: {self._failure}")
+        try:
+            self._last_sampled[-1].add(1).item()  # one kernel and one copy: both must come back
+        except Exception as error:
+            raise StepError(f"the device does not answer: {type(error).__name__}: {error}") from error
+
     def run(self, plan: StepPlan) -> StepResult:
         started_ns = time.perf_counter_ns()
         if self._failure is not None:
