@@ -1,0 +1,5 @@
+"""`python -m microtome`: the command line."""
+
+from microtome.cli import main
+
+main()

@@ -1,0 +1,280 @@
+"""The `microtome` command: reads arguments, calls, prints. What is asked for goes to standard output, the rest to
+standard error.
+
+An error that was foreseen is one sentence and an exit status, never a traceback: 1 it failed, 2 the command line is
+wrong, 130 interrupted, 143 terminated. The server side is imported inside the commands that need it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+import microtome
+from microtome import local
+from microtome.errors import MicrotomeError, Unavailable
+from microtome.planner.errors import BatchingError
+from microtome.terminal import one_line, printable
+
+FAILED = 1
+INTERRUPTED = 130
+
+
+class _OneSentence(TyperGroup):
+    """Turns what was foreseen to go wrong into one sentence on standard error."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (MicrotomeError, BatchingError) as error:
+            sentence = one_line(str(error)) or type(error).__name__
+            if isinstance(error, Unavailable) and sentence.startswith("no service answers"):
+                sentence += "; `microtome serve MODEL` starts one"
+            _complain(sentence)
+            raise typer.Exit(FAILED) from error
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(INTERRUPTED) from interrupt
+        except BrokenPipeError as error:  # the reader has gone, as in `microtome generate … | head`
+            # Python flushes standard output once more when it exits; nothing must be left that could fail then.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from error
+
+
+app = typer.Typer(
+    cls=_OneSentence,
+    name="microtome",
+    help="Serve language models in slices: continuous batching on Ray, tokens over gRPC.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # what was not foreseen is a defect: its plain traceback belongs in the report
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Address = Annotated[
+    str, typer.Option("--address", "-a", envvar="MICROTOME_ADDRESS", help="Where the service answers, host:port.")
+]
+RayAddress = Annotated[
+    str | None, typer.Option(help="The Ray cluster to use, host:port of its head. None: one of its own, here.")
+]
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A known model (smollm2-135m), a Hugging Face folder or a .gguf file.")],
+    name: Annotated[
+        str | None, typer.Option(help="Of the service; one name, one service. [default: microtome]")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one. [default: 50051]")] = None,
+    workers: Annotated[int | None, typer.Option(help="How many, one device each. [default: 1]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
+    kv_tokens: Annotated[int | None, typer.Option(help="Tokens the KV pool holds. [default: by free memory]")] = None,
+    max_step_tokens: Annotated[int | None, typer.Option(help="Tokens of the widest forward. [default: 512]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads per worker. [default: what torch finds]")] = None,
+    ray_address: RayAddress = None,
+    config_file: Annotated[Path | None, typer.Option("--config", help="A YAML file of settings.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as in runtime.widths=1,2,4.")
+    ] = None,
+) -> None:
+    """Serve MODEL in the foreground, until Ctrl-C or `microtome down`.
+
+    Settings come from defaults, --config, MICROTOME_… variables and the options here, each over those before.
+    """
+    layers: list[dict[str, object]] = []
+    reader = local.server_part("actors.config")
+    if config_file is not None:
+        layers.append(reader.file_layer(config_file))
+    layers.append(reader.environment_layer(os.environ))
+    layers.append(_set_layer(settings or []))
+    given = {
+        "model": model,
+        "service.name": name,
+        "service.host": host,
+        "service.port": port,
+        "workers.count": workers,
+        "runtime.device": device,
+        "runtime.dtype": dtype,
+        "runtime.kv_tokens": kv_tokens,
+        "runtime.max_step_tokens": max_step_tokens,
+        "runtime.threads": threads,
+    }
+    layers.append({key: value for key, value in given.items() if value is not None})
+    local.serve(local.configuration(*layers), ray_address, Console(), Console(stderr=True))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; with --chat the user's message; -: stdin.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Ask as a chat message, by the model's template.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message before it; implies --chat.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n", help="1 or more.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0: greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total share.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw from tokens this likely, relative to the likeliest.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Equal seeds draw equal tokens.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="Stop at this token, too; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end tokens.")] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds that all of it may take.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the whole generation as JSON when it is done.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tokens and times, on standard error.")] = False,
+    address: Address = local.DEFAULT_ADDRESS,
+) -> None:
+    """Generate text, and print it as it comes."""
+    from microtome.answers import completion_of
+    from microtome.timing import Timing
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    messages = None
+    if chat or system is not None:
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+    show = printable if sys.stdout.isatty() else str
+    updates = []
+    with microtome.Client(address) as client:
+        timing = Timing(time.monotonic())
+        generation = client.generate(
+            text if messages is None else None,
+            messages=messages,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_token_ids=stop_token_id,
+            ignore_eos=ignore_eos,
+            timeout_s=timeout_s,
+        )
+        open_line = False
+        try:
+            for update in generation:
+                timing.note(time.monotonic(), len(update.token_ids))
+                updates.append(update)
+                if not as_json and update.text:
+                    print(show(update.text), end="", flush=True)
+                    open_line = not update.text.endswith("\n")
+        finally:
+            generation.close()
+            if open_line:
+                print(flush=True)
+    completion = completion_of(updates)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(completion), ensure_ascii=False))
+    if verbose:
+        usage = completion.usage
+        facts = [
+            f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached)",
+            f"output {usage.output_tokens} tokens",
+            f"finish {completion.finish_reason}",
+            f"seed {completion.seed}",
+        ]
+        if timing.first_token_ms is not None:
+            facts.append(f"TTFT {timing.first_token_ms:.0f} ms")
+        if timing.mean_between_ms is not None:
+            facts.append(f"ITL mean {timing.mean_between_ms:.1f} ms, p50 {timing.median_between_ms:.1f} ms")
+        Console(stderr=True, highlight=False).print(Text("; ".join(facts), style="dim"), soft_wrap=True)
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
+    address: Address = local.DEFAULT_ADDRESS,
+) -> None:
+    """Say how the service is: model, workers, load, counters."""
+    from microtome.status_view import status_view
+
+    with microtome.Client(address) as client:
+        state = client.status()
+        if as_json:
+            print(json.dumps(dataclasses.asdict(state), ensure_ascii=False, indent=2))
+            return
+        Console().print(status_view(state, address))
+
+
+@app.command()
+def down(
+    name: Annotated[
+        str | None, typer.Option(help="Of the service; default: the one that answers at --address.")
+    ] = None,
+    address: Address = local.DEFAULT_ADDRESS,
+    ray_address: Annotated[
+        str | None, typer.Option(help="The Ray cluster it is on, host:port; default: what the service says.")
+    ] = None,
+) -> None:
+    """Take a service down, and everything that belongs to it."""
+    cluster = local.server_part("actors.cluster")
+    if name is None or ray_address is None:
+        with microtome.Client(address) as client:
+            state = client.status()
+        if name is not None and name != state.service:
+            raise microtome.MicrotomeError(
+                f"the service at {address} is {state.service!r}, not {name!r}; "
+                "say where it is with --address or --ray-address"
+            )
+        name, ray_address = state.service, ray_address or state.ray_address
+    ended = cluster.down(name, ray_address=ray_address)
+    print(f"service {name!r} is down: {len(ended.actors)} actors have ended")
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="A known model, such as smollm2-135m.")],
+) -> None:
+    """Fetch a known model into the cache, and print its path."""
+    print(local.server_part("fetch").fetch(name))
+
+
+@app.command()
+def demo(
+    workers: Annotated[int, typer.Option(help="CPU workers.", min=1)] = 1,
+    model: Annotated[str, typer.Option(help="As for `serve`.")] = "smollm2-135m",
+) -> None:
+    """Serve a small model here, hold eight chats with it at once, show the times, and end it all."""
+    from microtome.demo import run_demo
+
+    if not run_demo(Console(highlight=False), workers=workers, model=model):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"microtome {microtome.__version__}")
+
+
+def main() -> None:
+    """The command's entry point."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own remarks on sockets: ours say it in one sentence
+    app()
+
+
+def _set_layer(settings: list[str]) -> dict[str, object]:
+    layer: dict[str, object] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{setting!r} is not of the form KEY=VALUE", param_hint="--set")
+        layer[key.strip()] = value.strip()
+    return layer
+
+
+def _complain(sentence: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(f"microtome: {sentence}"), soft_wrap=True)

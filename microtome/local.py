@@ -1,0 +1,151 @@
+"""A service that lives as long as a block of this process: for `microtome serve`, the demo and short jobs.
+
+    with running(config) as endpoint:
+        ...endpoint.address...
+
+What the block started is ended when it is left, however it is left: the service, and the Ray that was started for it.
+Imports of the server side happen inside: without them, `ServerPartsMissing` says in one sentence what to install.
+"""
+
+import importlib
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from microtome.planner.errors import BadConfig
+
+if TYPE_CHECKING:
+    from microtome.actors.cluster import Endpoint
+    from microtome.actors.config import ServiceConfig
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"  # of a service, when nothing else is said
+WATCH_S = 0.5  # between two looks whether the service is still there
+
+
+class ServerPartsMissing(BadConfig):
+    """This installation is a client only."""
+
+
+def server_part(name: str) -> Any:
+    """The module `microtome.<name>`. Raises ServerPartsMissing when something it needs is not installed."""
+    try:
+        return importlib.import_module(f"microtome.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "microtome":
+            raise
+        raise ServerPartsMissing(
+            f"this needs the server parts, and {error.name} is not installed: pip install 'microtome[server]'"
+        ) from error
+
+
+def configuration(*layers: Mapping[str, object]) -> "ServiceConfig":
+    """The settings of a service: `layers` as for `read_config`, and a known model's name turned into its path.
+
+    A known model that is absent is fetched, once the settings have been found good. Raises BadConfig.
+    """
+    read_config = server_part("actors.config").read_config
+    config: ServiceConfig = read_config(*layers)
+    if config.runtime.model == config.model:
+        config = read_config(*layers, {"runtime.model": server_part("fetch").resolve_model(config.model)})
+    return config
+
+
+@contextmanager
+def running(config: "ServiceConfig", ray_address: str | None = None) -> "Iterator[Endpoint]":
+    """Bring the service up, and take it down when the block is left.
+
+    `ray_address` None: on a Ray of its own, which ends too. Raises BadConfig when it cannot be started; a service of
+    that name which was there before is left alone. In the main thread, SIGTERM leaves the block like Ctrl-C does, and
+    one more of either is ignored while things are taken down.
+    """
+    cluster = server_part("actors.cluster")
+    with _sigterm_leaves():
+        endpoint: Endpoint = cluster.up(config, ray_address=ray_address)
+        try:
+            _leave_on_sigterm()  # again: starting Ray has put its own in place
+            yield endpoint
+        finally:
+            with _one_signal_ignored():
+                try:
+                    cluster.down(config.service.name)
+                finally:
+                    importlib.import_module("ray").shutdown()
+
+
+def serve(config: "ServiceConfig", ray_address: str | None, output: Console, remarks: Console) -> None:
+    """Run the service until somebody ends it: Ctrl-C, SIGTERM, or `down` from elsewhere.
+
+    `output` gets the one line that says that it is ready, and how to go on; `remarks` the rest. Raises BadConfig when
+    it cannot be started, KeyboardInterrupt for Ctrl-C, SystemExit for SIGTERM: after everything was taken down.
+    """
+    service, began = config.service.name, time.monotonic()
+    with ExitStack() as stack:
+        with remarks.status(f"starting {service!r} with {config.model}") if remarks.is_terminal else nullcontext():
+            endpoint = stack.enter_context(running(config, ray_address))
+        elsewhere = "" if endpoint.address == DEFAULT_ADDRESS else f" --address {endpoint.address}"
+        count = config.workers.count
+        output.print(
+            f"ready: {config.model} at {endpoint.address}, {count} worker{'' if count == 1 else 's'} "
+            f"on {config.runtime.device}, after {time.monotonic() - began:.1f} s",
+            f'  try   microtome generate "Once upon a time"{elsewhere}',
+            f"  stop  Ctrl-C, or: microtome down{elsewhere}",
+            sep="\n",
+            soft_wrap=True,
+            highlight=False,
+            markup=False,
+        )
+        try:
+            while server_part("actors.cluster").is_up(service):
+                time.sleep(WATCH_S)
+            remarks.print(f"{service!r} was taken down", markup=False, highlight=False)
+        except (KeyboardInterrupt, SystemExit):
+            remarks.print(f"taking {service!r} down", markup=False, highlight=False)
+            raise
+
+
+def _leave_on_sigterm() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(signum: int, frame: object) -> None:
+    raise SystemExit(128 + signum)
+
+
+@contextmanager
+def _sigterm_leaves() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    _leave_on_sigterm()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _one_signal_ignored() -> Iterator[None]:
+    """Ctrl-C pressed twice must not leave half of it behind; pressed three times, it is meant."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+
+    def once(signum: int, frame: object) -> None:
+        seen.append(signum)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, once) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

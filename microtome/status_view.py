@@ -1,0 +1,73 @@
+"""A service's status, for people to read."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from microtome.answers import ServiceStatus
+from microtome.terminal import one_line
+
+__all__ = ["status_view"]
+
+_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "lost": "red"}
+
+
+def status_view(state: ServiceStatus, address: str) -> RenderableType:
+    """A line on the service, a row for each worker, a line of counters."""
+    headline = Text()
+    headline.append(one_line(state.service), "bold")
+    headline.append(f" {one_line(state.version)} at {address}, up {_duration(state.uptime_s)}")
+    if state.ray_address:
+        headline.append(f", on Ray {one_line(state.ray_address)}")
+    load = Text(f"{state.running} running, {state.waiting} waiting")
+    counters = Text(", ".join(_counted(state.counters)), "dim")
+    return Group(headline, load, _workers(state), counters)
+
+
+def _workers(state: ServiceStatus) -> RenderableType:
+    if not state.workers:
+        return Text("no workers", "red")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("worker", "state", "device", "address"):
+        table.add_column(name, overflow="fold")
+    for name in ("pid", "sessions", "cells", "steps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in state.workers:
+        condition = Text(one_line(worker.state), _STYLES.get(worker.state, ""))
+        if worker.cause:
+            condition.append(f" ({one_line(worker.cause)})", "dim")
+        table.add_row(
+            one_line(worker.name),
+            condition,
+            one_line(worker.device),
+            one_line(worker.address),
+            str(worker.pid),
+            str(worker.sessions),
+            f"{worker.cells_used}/{worker.cells_usable}",
+            str(worker.steps),
+        )
+    return table
+
+
+def _counted(counters: dict[str, int]) -> list[str]:
+    counted = [
+        f"{counters['generations_finished']} of {counters['generations_started']} generations finished",
+        f"{counters['prompt_tokens']} prompt tokens ({counters['cached_tokens']} cached)",
+        f"{counters['output_tokens']} output tokens",
+        f"{counters['steps']} steps",
+    ]
+    if counters["steps"]:
+        counted.append(f"{counters['step_us'] / counters['steps'] / 1e3:.1f} ms a step")
+    busy_us = counters["step_us"] + counters["idle_us"]
+    if busy_us:
+        counted.append(f"{100 * counters['idle_us'] / busy_us:.1f} % idle between steps")
+    return counted
+
+
+def _duration(seconds: float) -> str:
+    minutes, whole_s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (whole_s, "s")]
+    first = next((place for place, (number, _) in enumerate(parts) if number), len(parts) - 1)
+    return " ".join(f"{number} {unit}" for number, unit in parts[first : first + 2])
