@@ -64,7 +64,7 @@ Address = Annotated[
     str, typer.Option("--address", "-a", envvar="MICROTOME_ADDRESS", help="Where the service answers, host:port.")
 ]
 RayAddress = Annotated[
-    str | None, typer.Option(help="The Ray cluster to use, host:port of its head. None: one of its own, here.")
+    str | None, typer.Option(show_default="one of its own, here", help="The Ray cluster to use, host:port of its head.")
 ]
 
 
@@ -72,16 +72,22 @@ RayAddress = Annotated[
 def serve(
     model: Annotated[str, typer.Argument(help="A known model (smollm2-135m), a Hugging Face folder or a .gguf file.")],
     name: Annotated[
-        str | None, typer.Option(help="Of the service; one name, one service. [default: microtome]")
+        str | None, typer.Option(show_default="microtome", help="Of the service; one name, one service.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: any free one. [default: 50051]")] = None,
-    workers: Annotated[int | None, typer.Option(help="How many, one device each. [default: 1]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. [default: cpu]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")] = None,
-    kv_tokens: Annotated[int | None, typer.Option(help="Tokens the KV pool holds. [default: by free memory]")] = None,
-    max_step_tokens: Annotated[int | None, typer.Option(help="Tokens of the widest forward. [default: 512]")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads per worker. [default: what torch finds]")] = None,
+    host: Annotated[str | None, typer.Option(show_default="127.0.0.1", help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(show_default="50051", help="Port to listen on; 0: any free one.")] = None,
+    workers: Annotated[int | None, typer.Option(show_default="1", help="How many, one device each.")] = None,
+    device: Annotated[str | None, typer.Option(show_default="cpu", help="cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(show_default="auto", help="auto, float32, bfloat16 or float16.")] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(show_default="by free memory", help="Tokens that the KV pool holds.")
+    ] = None,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(show_default="512", help="Tokens of the widest forward.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(show_default="as torch finds it", help="CPU threads of each worker.")
+    ] = None,
     ray_address: RayAddress = None,
     config_file: Annotated[Path | None, typer.Option("--config", help="A YAML file of settings.")] = None,
     settings: Annotated[
@@ -123,16 +129,12 @@ def generate(
     temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0: greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total share.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Draw from tokens this likely, relative to the likeliest.")
-    ] = None,
+    min_p: Annotated[float | None, typer.Option(help="Draw from tokens this likely, relative to the first.")] = None,
     seed: Annotated[int | None, typer.Option(help="Equal seeds draw equal tokens.")] = None,
     stop_token_id: Annotated[list[int] | None, typer.Option(help="Stop at this token, too; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end tokens.")] = False,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that all of it may take.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the whole generation as JSON when it is done.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON when it is done.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tokens and times, on standard error.")] = False,
     address: Address = local.DEFAULT_ADDRESS,
 ) -> None:
@@ -211,12 +213,10 @@ def status(
 
 @app.command()
 def down(
-    name: Annotated[
-        str | None, typer.Option(help="Of the service; default: the one that answers at --address.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(show_default="the one at --address", help="Of the service.")] = None,
     address: Address = local.DEFAULT_ADDRESS,
     ray_address: Annotated[
-        str | None, typer.Option(help="The Ray cluster it is on, host:port; default: what the service says.")
+        str | None, typer.Option(show_default="as the service says", help="The Ray cluster it is on, host:port.")
     ] = None,
 ) -> None:
     """Take a service down, and everything that belongs to it."""

@@ -215,8 +215,9 @@ def whole_run(rows: Sequence[Row]) -> str:
     seconds = max(row.timing.ended_s for row in rows) - min(row.timing.began_s for row in rows)
     firsts = [row.timing.first_token_ms for row in rows if row.timing.first_token_ms is not None]
     failed = sum(bool(row.error) for row in rows)
+    chats = f"{_count(len(rows), 'chat')} at once" + (f" ({failed} failed)" if failed else "")
     return (
-        f"{_count(len(rows), 'chat')} at once{f' ({failed} failed)' if failed else ''}: {tokens} output tokens in {seconds:.1f} s, "
+        f"{chats}: {tokens} output tokens in {seconds:.1f} s, "
         f"{tokens / seconds:.1f} tokens/s; median TTFT {statistics.median(firsts):.0f} ms"
     )
 
