@@ -17,7 +17,10 @@ from microtome.planner.errors import BatchingError
 RETRY_AFTER_KEY = "retry-after-ms"
 ERROR_KEY = "microtome-error-bin"
 
-MAX_DETAIL_CHARACTERS = 1000  # metadata has a limit of 8 KiB, and details ride in it, percent-encoded
+# A call's trailing metadata has a limit of 8 KiB. Details ride in it percent-encoded, up to 9 bytes a character;
+# the description in base64.
+MAX_DETAIL_CHARACTERS = 500
+MAX_DESCRIPTION_BYTES = 2000
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -57,7 +60,7 @@ def status_of(error: BaseException) -> Status:
     sentence = _shortened(str(error))
     trailing: Metadata = ()
     described = json.dumps([kind.__name__, *(_shortened(a) if isinstance(a, str) else a for a in error.args)])
-    if len(described) <= 4 * MAX_DETAIL_CHARACTERS:
+    if len(described) <= MAX_DESCRIPTION_BYTES:
         trailing += ((ERROR_KEY, described.encode()),)
     retry_after_ms = getattr(error, "retry_after_ms", None)
     if retry_after_ms is not None:

@@ -61,7 +61,7 @@ class TcpProxy:
 async def tcp_proxy(target: str) -> AsyncIterator[TcpProxy]:
     proxy = TcpProxy(target)
     server = await asyncio.start_server(proxy._connected, "127.0.0.1", 0)
-    proxy.address = "127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+    proxy.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield proxy
     finally:
