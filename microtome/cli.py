@@ -214,6 +214,7 @@ def status(
 @app.command()
 def down(
     name: Annotated[str | None, typer.Option(show_default="the one at --address", help="Of the service.")] = None,
+    namespace: Annotated[str | None, typer.Option(show_default="the service's name", help="Of it on Ray.")] = None,
     address: Address = local.DEFAULT_ADDRESS,
     ray_address: Annotated[
         str | None, typer.Option(show_default="as the service says", help="The Ray cluster it is on, host:port.")
@@ -230,8 +231,11 @@ def down(
                 "say where it is with --address or --ray-address"
             )
         name, ray_address = state.service, ray_address or state.ray_address
-    ended = cluster.down(name, ray_address=ray_address)
-    print(f"service {name!r} is down: {len(ended.actors)} actors have ended")
+    ended = cluster.down(name, namespace=namespace or "", ray_address=ray_address)
+    if not ended.actors and not ended.placement_groups:
+        print(f"no service {name!r} was up on the Ray at {ray_address}")
+        return
+    print(f"service {name!r} is down; ended: {', '.join(ended.actors)}")
 
 
 @app.command()

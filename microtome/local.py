@@ -63,18 +63,16 @@ def running(config: "ServiceConfig", ray_address: str | None = None) -> "Iterato
     that name which was there before is left alone. In the main thread, SIGTERM leaves the block like Ctrl-C does, and
     one more of either is ignored while things are taken down.
     """
-    cluster = server_part("actors.cluster")
-    with _sigterm_leaves():
+    cluster, ray = server_part("actors.cluster"), importlib.import_module("ray")
+    service = config.service
+    with _sigterm_leaves(), _disconnected_after(ray):
         endpoint: Endpoint = cluster.up(config, ray_address=ray_address)
         try:
             _leave_on_sigterm()  # again: starting Ray has put its own in place
             yield endpoint
         finally:
             with _one_signal_ignored():
-                try:
-                    cluster.down(config.service.name)
-                finally:
-                    importlib.import_module("ray").shutdown()
+                cluster.down(service.name, namespace=service.ray_namespace)
 
 
 def serve(config: "ServiceConfig", ray_address: str | None, output: Console, remarks: Console) -> None:
@@ -100,12 +98,24 @@ def serve(config: "ServiceConfig", ray_address: str | None, output: Console, rem
             markup=False,
         )
         try:
-            while server_part("actors.cluster").is_up(service):
+            while server_part("actors.cluster").is_up(service, namespace=config.service.ray_namespace):
                 time.sleep(WATCH_S)
             remarks.print(f"{service!r} was taken down", markup=False, highlight=False)
         except (KeyboardInterrupt, SystemExit):
             remarks.print(f"taking {service!r} down", markup=False, highlight=False)
             raise
+
+
+@contextmanager
+def _disconnected_after(ray: Any) -> Iterator[None]:
+    """Leave this process as it was: not connected to Ray. A Ray that was started for it ends with that."""
+    connected_before = ray.is_initialized()
+    try:
+        yield
+    finally:
+        if not connected_before:
+            with _one_signal_ignored():
+                ray.shutdown()
 
 
 def _leave_on_sigterm() -> None:
