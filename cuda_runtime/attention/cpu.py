@@ -49,7 +49,7 @@ def attend(
         # [K, P, H]: one batch entry per key/value head.
         k_KPH = _gather(k_pool, cells).to(q_TNH.dtype).transpose(0, 1)
         v_KPH = _gather(v_pool, cells).to(q_TNH.dtype).transpose(0, 1)
-        q_WKGH = q_TNH[begin:end].unflatten(1, (kv_heads, group))
+        q_WKGH = q_TNH[begin:end].view(width, kv_heads, group, -1)
         whole = width > 1 and low == 0 and not spelled_out and ascending and last + 1 == width <= (window or width)
         mask_WP = None
         if width > 1 and not whole:
@@ -58,7 +58,7 @@ def attend(
             mask_WP = key_P <= query_W1
             if window > 0:
                 mask_WP &= key_P > query_W1 - window
-        out_WKGH = out_TNH[begin:end].unflatten(1, (kv_heads, group))
+        out_WKGH = out_TNH[begin:end].view(width, kv_heads, group, -1)
         if spelled_out:
             out_KGWH = _spelled_out(
                 q_WKGH.permute(1, 2, 0, 3), k_KPH[:, None], v_KPH[:, None], mask_WP, scale, softcap, sinks_KG11

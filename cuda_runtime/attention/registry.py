@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from microtome.cuda_runtime.attention import cpu, reference, torch_operator
+from microtome.cuda_runtime.attention import cpu, cpu_native, native_build, reference, torch_operator
 from microtome.cuda_runtime.attention.seam import Attention
 from microtome.planner.errors import BadConfig
 
@@ -22,10 +22,16 @@ def _cpu() -> Attention:
     return torch_operator.build("cpu", cpu.write_cells, cpu.attend)
 
 
+def _cpu_native() -> Attention:
+    get_attention("cpu")  # takes over what the native one does not do
+    return cpu_native.load()
+
+
 REALISATIONS: Mapping[str, Callable[[], Attention]] = MappingProxyType(
     {
         "reference": _reference,
         "cpu": _cpu,
+        "cpu_native": _cpu_native,
     }
 )
 
@@ -40,4 +46,6 @@ def get_attention(name: str) -> Attention:
 
 def default_attention(device: torch.device) -> str:
     """The name of the fastest realisation that runs on `device`."""
-    return "cpu" if device.type == "cpu" else "reference"
+    if device.type == "cpu":
+        return "cpu" if native_build.find_compiler() is None else "cpu_native"
+    return "reference"

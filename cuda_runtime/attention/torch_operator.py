@@ -1,7 +1,7 @@
-"""Makes a realisation out of two functions: one torch operator that writes, then attends.
+"""Makes torch operators out of a realisation: `microtome::{write_cells,attend,update_and_attend}_<name>`.
 
-`build` defines `microtome::update_and_attend_<name>` with a fake for tracing, so that torch.compile and torch.export
-keep the call whole and know that it mutates the two pools and nothing else. Inference only: there is no backward.
+Each has a fake for tracing, so that torch.compile and torch.export keep the call whole and know what it mutates: the
+two pools, or `out`, and nothing else. Inference only: there is no backward.
 """
 
 from collections.abc import Callable
@@ -22,23 +22,30 @@ AttendInto = Callable[
     None,
 ]
 
-_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor rows, Tensor token_rows, "
-    "Tensor positions, float scale, int window, float softcap, Tensor? sinks) -> Tensor"
-)
+_SCHEMAS = {
+    "write_cells": "(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor cells) -> ()",
+    "attend": (
+        "(Tensor q, Tensor k_pool, Tensor v_pool, Tensor rows, Tensor token_rows, Tensor positions, float scale, "
+        "int window, float softcap, Tensor? sinks, Tensor(a!) out) -> ()"
+    ),
+    "update_and_attend": (
+        "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor rows, Tensor token_rows, "
+        "Tensor positions, float scale, int window, float softcap, Tensor? sinks) -> Tensor"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorAttention:
-    """`seam.Attention` over two functions and the operator that joins them."""
+    """`seam.Attention` over the three operators of one realisation."""
 
     name: str
-    write: WriteCells
-    attend_into: AttendInto
+    write_operator: Callable[..., Any]
+    attend_operator: Callable[..., Any]
     operator: Callable[..., Any]
 
     def write_cells(self, k_TKH: Tensor, v_TKH: Tensor, k_pool: Tensor, v_pool: Tensor, cells_T: Tensor) -> None:
-        self.write(k_TKH, v_TKH, k_pool, v_pool, cells_T)
+        self.write_operator(k_TKH, v_TKH, k_pool, v_pool, cells_T)
 
     def attend(
         self,
@@ -56,7 +63,7 @@ class OperatorAttention:
         out_TNH: Tensor | None = None,
     ) -> Tensor:
         out = q_TNH.new_empty(q_TNH.shape) if out_TNH is None else out_TNH
-        self.attend_into(
+        self.attend_operator(
             q_TNH, k_pool, v_pool, rows_SL, token_rows_T, positions_T, scale, window, softcap, sinks_N, out
         )
         return out
@@ -94,16 +101,23 @@ class OperatorAttention:
         return result
 
 
-def define(name: str) -> str:
-    """Define the operator of realisation `name`, with its fake; returns the operator's qualified name."""
-    qualified = f"microtome::update_and_attend_{name}"
-    LIBRARY.define(f"update_and_attend_{name}{_SCHEMA}", tags=(torch.Tag.needs_fixed_stride_order,))  # type: ignore[no-untyped-call]
-    torch.library.register_fake(qualified, _fake, lib=LIBRARY)
-    return qualified
+def define(name: str) -> None:
+    """Define the operators of realisation `name`, with their fakes. Once per name and process."""
+    for what, schema in _SCHEMAS.items():
+        tags = (torch.Tag.needs_exact_strides,)  # strides are part of the contract; nothing is copied for layout's sake
+        LIBRARY.define(f"{what}_{name}{schema}", tags=tags)  # type: ignore[no-untyped-call]
+        fake = _fake_output if what == "update_and_attend" else _fake_nothing
+        torch.library.register_fake(f"microtome::{what}_{name}", fake, lib=LIBRARY)
+
+
+def collect(name: str) -> Attention:
+    """The realisation `name`, once its operators are defined and implemented."""
+    operators = [getattr(torch.ops.microtome, f"{what}_{name}").default for what in _SCHEMAS]
+    return OperatorAttention(name, *operators)
 
 
 def build(name: str, write: WriteCells, attend_into: AttendInto) -> Attention:
-    """The realisation `name` from its two functions. Once per name and process."""
+    """The realisation `name` from two functions in Python, for every device they run on."""
 
     def update_and_attend(
         q: Tensor,
@@ -125,25 +139,14 @@ def build(name: str, write: WriteCells, attend_into: AttendInto) -> Attention:
         return out
 
     define(name)
-    LIBRARY.impl(  # type: ignore[no-untyped-call]
-        f"update_and_attend_{name}", update_and_attend, "CompositeExplicitAutograd"
-    )
-    operator = getattr(torch.ops.microtome, f"update_and_attend_{name}").default
-    return OperatorAttention(name, write, attend_into, operator)
+    for what, function in (("write_cells", write), ("attend", attend_into), ("update_and_attend", update_and_attend)):
+        LIBRARY.impl(f"{what}_{name}", function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    return collect(name)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    rows: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _fake_output(q: Tensor, *rest: object) -> Tensor:
     return q.new_empty(q.shape)
+
+
+def _fake_nothing(*arguments: object) -> None:
+    return None

@@ -10,7 +10,7 @@ from microtome.cuda_runtime.attention.seam import Attention
 from microtome.planner.errors import BadConfig
 from tests.support.ragged import Ragged, Shape, make_ragged
 
-ON_CPU = ["reference", "cpu"]
+ON_CPU = ["reference", "cpu", "cpu_native"]
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

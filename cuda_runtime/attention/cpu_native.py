@@ -1,0 +1,23 @@
+"""Attention over cells on a CPU in C++: reads K and V where they lie, gathers nothing.
+
+Promises `seam.Attention`. Float32 and bfloat16 tokens and pools, head sizes that are multiples of 16 up to 256;
+anything else goes to the stock operators of `cpu`. Lone tokens (decodes) give the same bits whatever shares the
+forward with them and however many threads run. Raises IndexError, with nothing touched, for a row, position or cell
+to be written that does not exist.
+"""
+
+from functools import cache
+
+import torch
+
+from microtome.cuda_runtime.attention import native_build, torch_operator
+from microtome.cuda_runtime.attention.seam import Attention
+
+
+@cache
+def load() -> Attention:
+    """Build or find the library and load it. Raises `BadConfig` where there is no compiler. `cpu` is loaded already."""
+    library = native_build.build_library()
+    torch_operator.define("cpu_native")
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    return torch_operator.collect("cpu_native")
