@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from microtome.cuda_runtime.kv_pool import KvPool
+from microtome.cuda_runtime.logit_edits import SampledRow
 from microtome.cuda_runtime.method import FEEDBACK, LINES, POSITIONS, ROWS, SELECTOR, TOKENS, Method
 from microtome.cuda_runtime.options import RuntimeOptions
 from microtome.cuda_runtime.rows import RowTable
-from microtome.cuda_runtime.sampler import sample
-from microtome.cuda_runtime.sequences import Prospect, Sequences
+from microtome.cuda_runtime.sampler import Sampled, sample
+from microtome.cuda_runtime.sequences import Prospect, Sequences, SequenceState
 from microtome.planner.errors import StalePlan, StepError
 from microtome.planner.types import (
     Capability,
@@ -106,7 +107,7 @@ class Executor:
             raise StepError(f"an earlier step failed, and this device's cells are unknown: {self._failure}")
         step = self._check(plan)
         try:
-            tokens, forwards = self._run(plan, step)
+            sampled, forwards = self._run(plan, step)
         except Exception as error:
             self._failure = f"step {plan.step}: {type(error).__name__}: {error}"
             raise StepError(self._failure) from error
@@ -117,7 +118,8 @@ class Executor:
         return StepResult(
             incarnation=plan.incarnation,
             step=plan.step,
-            tokens=tokens,
+            tokens=sampled.tokens if sampled else (),
+            logprobs=sampled.logprobs if sampled else (),
             step_us=(done_ns - started_ns) // 1000,
             idle_us=idle_ns // 1000,
             forwards=forwards,
@@ -225,12 +227,12 @@ class Executor:
     # --- effects ---
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, step: CheckedStep) -> tuple[list[int], list[int]]:
+    def _run(self, plan: StepPlan, step: CheckedStep) -> tuple[Sampled | None, list[int]]:
         self._sequences.apply(plan.ops)
         ran = [0] * len(self._methods)
         if not len(step.cells):
             self._rows.upload()
-            return [], ran
+            return None, ran
         token_rows = np.repeat(step.sequences, step.widths)
         first_of_input = np.cumsum(step.widths) - step.widths
         positions = np.arange(len(token_rows), dtype=np.int64) + np.repeat(step.starts - first_of_input, step.widths)
@@ -266,13 +268,12 @@ class Executor:
         if not answers:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            return [], ran
-        sampled = self._sample(
+            return None, ran
+        return self._sample(
             torch.cat(answers) if len(answers) > 1 else answers[0],
             step.sequences[step.wants_output],
             (step.starts + step.widths)[step.wants_output],
-        )
-        return sampled, ran
+        ), ran
 
     def _lay_out(
         self,
@@ -310,15 +311,20 @@ class Executor:
             column += width
         return columns, forwards
 
-    def _sample(self, logits_RV: Tensor, sequences: Int64Array, positions: Int64Array) -> list[int]:
+    def _sample(self, logits_RV: Tensor, sequences: Int64Array, positions: Int64Array) -> Sampled:
         states = [self._sequences[sequence] for sequence in sequences.tolist()]
-        policies = [state.sampling for state in states]
-        assert all(policy is not None for policy in policies)  # checked before anything was touched
-        tokens_R = sample(logits_RV, [policy for policy in policies if policy is not None], positions.tolist())
-        self._last_sampled[torch.from_numpy(sequences).to(tokens_R.device)] = tokens_R
-        tokens: list[int] = tokens_R.tolist()  # the step's one wait
-        for state, token, position in zip(states, tokens, positions.tolist(), strict=True):
-            if token < 0:
-                raise ArithmeticError("a forward's logits hold a NaN")
-            state.sampled_token, state.sampled_position = token, position
-        return tokens
+        rows = [
+            self._sampled_row(sequence, state, position)
+            for sequence, state, position in zip(sequences.tolist(), states, positions.tolist(), strict=True)
+        ]
+        sampled = sample(logits_RV, rows)
+        if min(sampled.tokens) < 0:
+            raise ArithmeticError("a forward's logits hold a NaN")
+        self._last_sampled[torch.from_numpy(sequences).to(self._last_sampled.device)] = sampled.tokens_R
+        for state, token, row in zip(states, sampled.tokens, rows, strict=True):
+            state.sampled_token, state.sampled_position = token, row.position
+        return sampled
+
+    def _sampled_row(self, sequence: int, state: SequenceState, position: int) -> SampledRow:
+        assert state.sampling is not None  # checked before anything was touched
+        return SampledRow(state.sampling, position, lambda: self._cell_tokens[self._rows.cells(sequence, position)])

@@ -1,9 +1,10 @@
 """Draws one token per row, on the device, each row under its own policy, seed and position.
 
-Promises: a row's token depends on its logits, policy, seed and position alone. Probabilities are computed in float64.
-Greedy rows take the largest logit, the lowest id on ties. Rows with top-k, top-p or min-p order the kept tokens by
-logit, ties by lower id; rows without keep the vocabulary's order. The token drawn by coin u is the first whose running
-mass exceeds u x the kept mass. Nothing here waits for the device, except on a CPU, where waiting costs nothing.
+Promises: a row's token depends on its logits, policy, seed, position and history alone. Probabilities are computed in
+float64. Greedy rows take the largest logit, the lowest id on ties. Rows with top-k, top-p or min-p order the kept
+tokens by logit, ties by lower id; rows without keep the vocabulary's order. The token drawn by coin u is the first
+whose running mass exceeds u x the kept mass. Log-probabilities are those of the model itself, before edits and temperature.
+Tokens and log-probabilities come down in one copy, the step's one wait.
 
 R rows, V vocabulary, M tokens that are looked at in order of their logits.
 """
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from microtome.cuda_runtime.coin import coins
-from microtome.planner.types import SamplingParams
+from microtome.cuda_runtime.logit_edits import SampledRow, edited
+from microtome.planner.types import TokenLogprobs
 
 FIRST_LOOK = 256  # tokens sorted at first on a CPU, where a full sort of a large vocabulary costs more than a forward
 
@@ -33,48 +35,74 @@ class DrawnRows:
     coin: Tensor  # float64
 
 
-def sample(logits_RV: Tensor, policies: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """One token per row, int64 [R]; -1 where the logits hold a NaN. `positions` are those the tokens will take."""
-    greedy = torch.argmax(logits_RV, dim=-1)
-    broken = logits_RV.gather(-1, greedy[:, None])[:, 0].isnan()  # a NaN counts as the largest
-    return _draw_the_rest(greedy, logits_RV, policies, positions).masked_fill_(broken, -1)
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One step's tokens: on the device for feeding back, on the host for the answer."""
+
+    tokens_R: Tensor  # int64
+    tokens: list[int]  # -1 where the row's logits hold a NaN
+    logprobs: tuple[TokenLogprobs | None, ...]  # empty where no row asked
 
 
-def _draw_the_rest(
-    greedy: Tensor, logits_RV: Tensor, policies: Sequence[SamplingParams], positions: Sequence[int]
-) -> Tensor:
-    drawn = [row for row, policy in enumerate(policies) if policy.temperature > 0]
-    if not drawn:
-        return greedy
-    for restricted in (False, True):
-        rows = [row for row in drawn if _restricts(policies[row], logits_RV.shape[-1]) is restricted]
-        if rows:
-            index = torch.tensor(rows, device=logits_RV.device)
-            policy = _policy_tensors(
-                [policies[row] for row in rows], [positions[row] for row in rows], logits_RV.shape[-1], logits_RV.device
+def sample(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:
+    """Draw one token per row, and wait for it."""
+    tokens_R = draw(edited(logits_RV, rows), rows)
+    tokens_R.masked_fill_(logits_RV.amax(dim=-1).isnan(), -1)
+    wanted = max(row.policy.logprobs for row in rows)
+    if not wanted:
+        return Sampled(tokens_R, tokens_R.tolist(), ())
+    # A token id is exact in float64, so all travels in one array.
+    logprobs_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
+    own_R1 = logprobs_RV.gather(-1, tokens_R.clamp_min(0)[:, None])
+    top_RM = torch.topk(_order_keys(logits_RV.to(torch.float32)), min(wanted, logits_RV.shape[-1]), dim=-1).indices
+    columns = (tokens_R[:, None].to(torch.float64), own_R1, top_RM.to(torch.float64), logprobs_RV.gather(-1, top_RM))
+    table = torch.cat(columns, dim=-1).tolist()
+    top = top_RM.shape[-1]
+    return Sampled(
+        tokens_R,
+        [int(line[0]) for line in table],
+        tuple(
+            TokenLogprobs(
+                line[1], tuple(zip(map(int, line[2 : 2 + count]), line[2 + top : 2 + top + count], strict=True))
             )
-            draw = _draw_by_rank if restricted else _draw_by_id
-            greedy[index] = draw(logits_RV.index_select(0, index).to(torch.float32), policy)
-    return greedy
+            if (count := min(row.policy.logprobs, top))
+            else None
+            for row, line in zip(rows, table, strict=True)
+        ),
+    )
 
 
-def _restricts(policy: SamplingParams, vocabulary: int) -> bool:
+def draw(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+    """One token per row of edited float32 logits, int64 [R], without waiting for the device (on CUDA)."""
+    tokens_R = torch.argmax(logits_RV, dim=-1)
+    vocabulary = logits_RV.shape[-1]
+    drawn = [row for row, sampled in enumerate(rows) if sampled.policy.temperature > 0]
+    for restricted, draw_some in ((False, _draw_by_id), (True, _draw_by_rank)):
+        some = [row for row in drawn if _restricts(rows[row], vocabulary) is restricted]
+        if some:
+            index = torch.tensor(some, device=logits_RV.device)
+            policies = _policy_tensors([rows[row] for row in some], vocabulary, logits_RV.device)
+            tokens_R[index] = draw_some(logits_RV.index_select(0, index), policies)
+    return tokens_R
+
+
+def _restricts(row: SampledRow, vocabulary: int) -> bool:
+    policy = row.policy
     return 0 < policy.top_k < vocabulary or 0 < policy.top_p < 1 or policy.min_p > 0
 
 
-def _policy_tensors(
-    policies: Sequence[SamplingParams], positions: Sequence[int], vocabulary: int, device: torch.device
-) -> DrawnRows:
-    floats = np.empty((3, len(policies)), dtype=np.float64)
-    integers = np.empty((3, len(policies)), dtype=np.int64)
-    for row, policy in enumerate(policies):
+def _policy_tensors(rows: Sequence[SampledRow], vocabulary: int, device: torch.device) -> DrawnRows:
+    floats = np.empty((3, len(rows)), dtype=np.float64)
+    integers = np.empty((3, len(rows)), dtype=np.int64)
+    for index, row in enumerate(rows):
+        policy = row.policy
         by_rank = 0 < policy.top_k < vocabulary
         by_mass = 0 < policy.top_p < 1 and not by_rank
-        floats[:, row] = policy.temperature, policy.top_p if by_mass else math.inf, policy.min_p
+        floats[:, index] = policy.temperature, policy.top_p if by_mass else math.inf, policy.min_p
         seed = policy.seed & (2**64 - 1)
-        integers[0, row] = policy.top_k if by_rank else vocabulary
-        integers[1, row] = seed - (1 << 64) if seed >> 63 else seed
-        integers[2, row] = positions[row]
+        integers[0, index] = policy.top_k if by_rank else vocabulary
+        integers[1, index] = seed - (1 << 64) if seed >> 63 else seed
+        integers[2, index] = row.position
     floats_3R = torch.from_numpy(floats).to(device, non_blocking=True)
     integers_3R = torch.from_numpy(integers).to(device, non_blocking=True)
     return DrawnRows(
@@ -115,7 +143,7 @@ def _draw_by_rank(logits_RV: Tensor, policy: DrawnRows) -> Tensor:
         before_RM = torch.nn.functional.pad(running_RM[:, :-1], (1, 0))
         keep_RM &= before_RM <= policy.top_p * total_R1
         keep_RM &= ranked_RM >= policy.min_p  # the likeliest weighs 1
-        kept_R1 = keep_RM.sum(dim=-1, keepdim=True)  # the kept ones are a head of the order
+        kept_R1 = keep_RM.sum(dim=-1, keepdim=True).clamp_min(1)  # at least one; the kept ones are a head of the order
         if looked_at == vocabulary or bool((kept_R1 < looked_at).all()):
             break
         looked_at *= 8

@@ -22,6 +22,27 @@ def coin(seed: int, position: int) -> float:
     return (mixed >> 11) * 2.0**-53
 
 
+def edit(logits: Sequence[float], policy: SamplingParams, position: int, history: Sequence[int]) -> list[float]:
+    """The logits after penalties, bias and bans."""
+    edited = list(logits)
+    generated = list(history[policy.prompt_tokens :])
+    for token in set(history):
+        factor = policy.repetition_penalty
+        edited[token] = edited[token] / factor if edited[token] > 0 else edited[token] * factor
+    for token in set(generated):
+        edited[token] -= policy.presence_penalty + policy.frequency_penalty * generated.count(token)
+    for token, bias in policy.logit_bias:
+        edited[token] += bias
+    forbidden = set(policy.banned_tokens)
+    if policy.allowed_tokens is not None:
+        forbidden |= set(range(len(edited))) - set(policy.allowed_tokens)
+    if position - policy.prompt_tokens < policy.min_new_tokens:
+        forbidden |= set(policy.stop_token_ids)
+    for token in forbidden:
+        edited[token] = -math.inf
+    return list(logits) if max(edited) == -math.inf else edited
+
+
 def draw(logits: Sequence[float], policy: SamplingParams, position: int) -> int:
     """The token at `position` under `policy`; `logits` are float32 numbers."""
     by_logit = sorted(range(len(logits)), key=lambda token: (-logits[token], token))

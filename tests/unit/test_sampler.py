@@ -3,11 +3,14 @@
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from microtome.cuda_runtime import sampler
 from microtome.cuda_runtime.coin import coins
-from microtome.cuda_runtime.sampler import sample
+from microtome.cuda_runtime.logit_edits import SampledRow, edited
 from microtome.planner.types import SamplingParams
 from tests.support import host_sampler
 
@@ -28,6 +31,16 @@ def random_policy(random: Random) -> SamplingParams:
     )
 
 
+def sample(logits_RV: torch.Tensor, policies: list[SamplingParams], positions: list[int]) -> list[int]:
+    """The sampler on rows whose history nobody asks for."""
+    rows = [SampledRow(policy, position, _no_history) for policy, position in zip(policies, positions, strict=True)]
+    return sampler.sample(logits_RV, rows).tokens
+
+
+def _no_history() -> NDArray[np.int64]:
+    raise AssertionError("a policy without penalties needs no history")
+
+
 def expected(logits_RV: torch.Tensor, policies: list[SamplingParams], positions: list[int]) -> list[int]:
     rows = zip(logits_RV.tolist(), policies, positions, strict=True)
     return [host_sampler.draw(logits, policy, position) for logits, policy, position in rows]
@@ -39,7 +52,7 @@ def test_device_and_host_pick_the_same_token_for_every_policy(seed: int) -> None
     policies = [random_policy(random) for _ in range(24)]
     positions = [random.randrange(1 << 20) for _ in policies]
     logits_RV = random_logits(len(policies), seed)
-    assert sample(logits_RV, policies, positions).tolist() == expected(logits_RV, policies, positions)
+    assert sample(logits_RV, policies, positions) == expected(logits_RV, policies, positions)
 
 
 @pytest.mark.parametrize("policy", [SamplingParams(temperature=1, top_k=3), SamplingParams(temperature=1, top_p=0.6)])
@@ -48,7 +61,7 @@ def test_ties_go_to_the_lower_id(policy: SamplingParams) -> None:
     logits_RV[:, 100:107] = 5.0  # seven alike, of which the policy keeps some
     logits_RV[:, 50] = -0.0  # the two zeros are one number
     policies = [replace(policy, seed=seed) for seed in range(200)]
-    tokens = sample(logits_RV, policies, [9] * 200).tolist()
+    tokens = sample(logits_RV, policies, [9] * 200)
     assert tokens == expected(logits_RV, policies, [9] * 200)
     assert max(tokens) < 107
     assert set(tokens) <= {100, 101, 102} or policy.top_k == 0
@@ -57,7 +70,7 @@ def test_ties_go_to_the_lower_id(policy: SamplingParams) -> None:
 def test_greedy_takes_the_lowest_id_of_the_largest() -> None:
     logits_RV = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 1.0, 3.0, 3.0]])
     greedy = SamplingParams(top_k=1, top_p=0.1, seed=3)
-    assert sample(logits_RV, [greedy, greedy], [0, 7]).tolist() == [1, 0]
+    assert sample(logits_RV, [greedy, greedy], [0, 7]) == [1, 0]
 
 
 def test_a_row_draws_the_same_token_alone_and_in_any_company() -> None:
@@ -65,14 +78,14 @@ def test_a_row_draws_the_same_token_alone_and_in_any_company() -> None:
     policies = [random_policy(random) for _ in range(16)]
     positions = [random.randrange(1000) for _ in policies]
     logits_RV = random_logits(16, 5)
-    together = sample(logits_RV, policies, positions).tolist()
+    together = sample(logits_RV, policies, positions)
     alone = [
-        sample(logits_RV[row : row + 1], [policy], [position]).item()
+        sample(logits_RV[row : row + 1], [policy], [position])[0]
         for row, (policy, position) in enumerate(zip(policies, positions, strict=True))
     ]
     order = list(range(16))
     random.shuffle(order)
-    shuffled = sample(logits_RV[order], [policies[row] for row in order], [positions[row] for row in order]).tolist()
+    shuffled = sample(logits_RV[order], [policies[row] for row in order], [positions[row] for row in order])
     assert together == alone
     assert [together[row] for row in order] == shuffled
 
@@ -84,7 +97,7 @@ def test_a_long_tail_is_sorted_as_far_as_top_p_reaches() -> None:
         SamplingParams(temperature=1, top_p=p, seed=s) for s, p in enumerate([0.1, 0.5, 0.9, 0.99, 0.9999, 0.3])
     ]
     positions = list(range(6))
-    assert sample(logits_RV, policies, positions).tolist() == expected(logits_RV, policies, positions)
+    assert sample(logits_RV, policies, positions) == expected(logits_RV, policies, positions)
 
 
 def test_coins_are_those_of_the_host_and_spread_evenly() -> None:
@@ -103,7 +116,7 @@ def test_coins_are_those_of_the_host_and_spread_evenly() -> None:
 def test_frequencies_follow_the_probabilities() -> None:
     logits_RV = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).expand(4000, 4)
     policies = [SamplingParams(temperature=1.0, seed=11)] * 4000
-    counts = torch.bincount(sample(logits_RV, policies, list(range(4000))), minlength=4) / 4000
+    counts = torch.bincount(torch.tensor(sample(logits_RV, policies, list(range(4000)))), minlength=4) / 4000
     assert torch.allclose(counts, torch.tensor([0.5, 0.25, 0.125, 0.125]), atol=0.03)
 
 
@@ -111,6 +124,79 @@ def test_a_nan_anywhere_in_a_row_is_reported_for_that_row_only() -> None:
     logits_RV = random_logits(4, 2)
     logits_RV[2, 7] = float("nan")
     policies = [SamplingParams(), SamplingParams(temperature=1), SamplingParams(temperature=1), SamplingParams()]
-    tokens = sample(logits_RV, policies, [0, 1, 2, 3]).tolist()
+    tokens = sample(logits_RV, policies, [0, 1, 2, 3])
     assert tokens[2] == -1
     assert min(tokens[:2] + tokens[3:]) >= 0
+
+
+def row(policy: SamplingParams, history: list[int]) -> SampledRow:
+    return SampledRow(policy, len(history), lambda: np.asarray(history, dtype=np.int64))
+
+
+EDITS = {
+    "none": SamplingParams(),
+    "repetition": SamplingParams(repetition_penalty=1.7),
+    "presence": SamplingParams(presence_penalty=0.8, prompt_tokens=4),
+    "frequency": SamplingParams(frequency_penalty=-0.6, prompt_tokens=4),
+    "bias": SamplingParams(logit_bias=((3, 5.0), (9, -100.0))),
+    "allowed": SamplingParams(allowed_tokens=(4, 5, 311)),
+    "banned": SamplingParams(banned_tokens=(0, 1, 399)),
+    "too early to stop": SamplingParams(stop_token_ids=(2, 17), min_new_tokens=5, prompt_tokens=5),
+    "may stop": SamplingParams(stop_token_ids=(2, 17), min_new_tokens=4, prompt_tokens=5),
+    "all at once": SamplingParams(
+        repetition_penalty=0.7,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias=((7, 1.0), (8, 2.0)),
+        allowed_tokens=(7, 8, 9, 10),
+        banned_tokens=(10,),
+        prompt_tokens=2,
+    ),
+    "nothing left": SamplingParams(allowed_tokens=(3, 4), banned_tokens=(3, 4)),
+}
+
+
+def test_edits_are_those_of_the_host_and_stay_in_their_row() -> None:
+    history = [7, 8, 8, 1, 7, 7, 9, 2, 8]
+    logits_RV = random_logits(len(EDITS), 3)
+    rows = [row(policy, history) for policy in EDITS.values()]
+    result = edited(logits_RV, rows)
+    for name, policy, logits, ours in zip(EDITS, EDITS.values(), logits_RV.tolist(), result, strict=True):
+        twin = torch.tensor(host_sampler.edit(logits, policy, len(history), history))
+        assert torch.allclose(ours, twin, rtol=1e-6, atol=1e-6), name
+    assert torch.equal(result[0], logits_RV[0])
+    assert torch.equal(logits_RV, random_logits(len(EDITS), 3))  # a new tensor: the model's logits stay
+
+
+def test_edits_hold_for_greedy_and_drawn_tokens() -> None:
+    logits_RV = random_logits(2, 4)
+    likeliest = int(logits_RV[0].argmax())
+    policies = [
+        SamplingParams(banned_tokens=(likeliest,)),
+        SamplingParams(temperature=5.0, allowed_tokens=(6, 60), seed=8),
+    ]
+    tokens = sample(logits_RV, policies, [1, 1])
+    assert tokens[0] == int(logits_RV[0].topk(2).indices[1])
+    assert tokens[1] in (6, 60)
+
+
+def test_logprobs_are_the_models_own_whatever_the_policy() -> None:
+    logits_RV = random_logits(4, 6)
+    banned = int(logits_RV[1].argmax())
+    policies = [
+        SamplingParams(logprobs=3),
+        SamplingParams(logprobs=2, banned_tokens=(banned,)),
+        SamplingParams(),
+        SamplingParams(temperature=3.0, logprobs=1, seed=2),
+    ]
+    sampled = sampler.sample(logits_RV, [row(policy, [1, 2]) for policy in policies])
+    own = torch.log_softmax(logits_RV.double(), dim=-1)
+    assert sampled.logprobs[2] is None
+    for index, count in ((0, 3), (1, 2), (3, 1)):
+        answer = sampled.logprobs[index]
+        assert answer is not None
+        best = own[index].topk(count)
+        assert answer.logprob == pytest.approx(float(own[index, sampled.tokens[index]]), abs=1e-12)
+        assert [token for token, _ in answer.top] == best.indices.tolist()
+        assert [value for _, value in answer.top] == pytest.approx(best.values.tolist(), abs=1e-12)
+    assert sampled.tokens[1] != banned == sampled.logprobs[1].top[0][0]  # type: ignore[union-attr]
