@@ -1,0 +1,130 @@
+"""Sessions: a token history, its committed length, its pending token, and who is generating on it.
+
+The transcript is the truth: every token given or delivered. Which of it lies in cells on a worker is a `Resident`'s
+business, so a session loses nothing when its worker does. `Sessions` issues ids and keeps the rules of opening,
+cloning, rewinding and closing; each check precedes each change. Positions count tokens.
+
+An ended generation leaves its last token pending: delivered, part of the transcript, not yet run (D4). The committed
+length does not depend on steps that were under way when the generation ended.
+"""
+
+from typing import TYPE_CHECKING
+
+from microtome.planner.errors import AtCapacity, BadInput, UnknownId, WrongState
+from microtome.planner.types import SessionId
+
+if TYPE_CHECKING:
+    from microtome.planner.generations import Generation
+    from microtome.planner.resident import Resident
+
+LAST_SESSION_ID = 2**63 - 1
+
+
+class Session:
+    """Mutable; changed by `Control` and its parts only."""
+
+    __slots__ = ("cache_salt", "generation", "id", "opened", "pending", "resident", "tenant", "transcript", "used")
+
+    def __init__(self, session: SessionId, tenant: str, cache_salt: str, *, opened: bool) -> None:
+        self.id = session
+        self.tenant = tenant
+        self.cache_salt = cache_salt
+        self.opened = opened  # by a caller, who closes it; else it ends with its one generation
+        self.transcript: list[int] = []
+        self.pending = False  # the transcript's last token was delivered and not run
+        self.generation: Generation | None = None
+        self.resident: Resident | None = None
+        self.used = 0  # when a generation on it last ended: the idle session used longest ago is parked first
+
+    @property
+    def length(self) -> int:
+        """Committed tokens: what may be cloned, and where the next generation starts."""
+        g = self.generation
+        if g is None:
+            return len(self.transcript) - self.pending
+        if g.delivered:
+            return len(self.transcript) - 1
+        return max(g.base, g.consumed)
+
+    def keep_prefix(self, length: int) -> None:
+        """Forget the transcript from `length` up; nothing is pending afterwards."""
+        del self.transcript[length:]
+        self.pending = False
+
+
+class Sessions:
+    """All sessions by id. Ids start at 1, grow by one, and are never used twice (D11)."""
+
+    def __init__(self, max_opened: int) -> None:
+        self._max_opened = max_opened
+        self._opened = 0
+        self._last_id = 0
+        self._by_id: dict[SessionId, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, session: SessionId) -> bool:
+        return session in self._by_id
+
+    @property
+    def opened(self) -> int:
+        return self._opened
+
+    def get(self, session: SessionId) -> Session:
+        """Raises `UnknownId` for one that was closed or never was."""
+        found = self._by_id.get(session)
+        if found is None:
+            raise UnknownId(f"no session {session}")
+        return found
+
+    def open(self, tenant: str, cache_salt: str, *, opened: bool) -> Session:
+        """Raises `AtCapacity` when callers hold as many sessions as may be open (D12)."""
+        if opened:
+            self._check_room()
+        return self._add(SessionId(self._last_id + 1), tenant, cache_salt, opened=opened)
+
+    def clone(self, source: Session, upto: int | None) -> Session:
+        """A session with the first `upto` committed tokens of `source`, idle, nothing pending (D17, D18)."""
+        length = source.length
+        upto = length if upto is None else upto
+        if not 0 <= upto <= length:
+            raise BadInput(f"session {source.id} has {length} committed tokens; {upto} cannot be cloned")
+        self._check_room()
+        twin = self._add(SessionId(self._last_id + 1), source.tenant, source.cache_salt, opened=True)
+        twin.transcript = source.transcript[:upto]
+        return twin
+
+    def rewind(self, session: Session, position: int) -> None:
+        """Drop the history from `position` up, a pending token included (D6, D8)."""
+        if session.generation is not None:
+            raise WrongState(f"session {session.id} is generating")
+        if not 0 <= position <= session.length:
+            raise BadInput(f"session {session.id} has {session.length} committed tokens, not {position} to rewind to")
+        if position == 0 and session.transcript:
+            raise BadInput(f"session {session.id} cannot rewind to 0: close it and open another")
+        session.keep_prefix(position)
+
+    def restore(self, session: SessionId, tenant: str, cache_salt: str, *, opened: bool) -> Session:
+        """A session of an earlier driver, under its own id."""
+        if session in self._by_id:
+            raise WrongState(f"session {session} is live already")
+        return self._add(session, tenant, cache_salt, opened=opened)
+
+    def close(self, session: Session) -> None:
+        """Forget the session; its cells are the caller's business."""
+        if self._by_id.pop(session.id, None) is not None:
+            self._opened -= session.opened
+
+    def _check_room(self) -> None:
+        if self._opened >= self._max_opened:
+            raise AtCapacity("sessions", 1, 0)
+        if self._last_id >= LAST_SESSION_ID:
+            raise AtCapacity("session ids", 1, 0)
+
+    def _add(self, session: SessionId, tenant: str, cache_salt: str, *, opened: bool) -> Session:
+        new = Session(session, tenant, cache_salt, opened=opened)
+        self._by_id[session] = new
+        self._last_id = max(self._last_id, session)
+        self._opened += opened
+        return new

@@ -1,0 +1,57 @@
+"""What an observer may know of a `Control`, as plain values: a snapshot, consistent in itself."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from microtome.planner.counters import Counters
+from microtome.planner.types import Incarnation, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    worker: WorkerId
+    incarnation: Incarnation
+    draining: bool
+    cells_used: int  # by sessions; those that only the prefix cache holds are not among them
+    cells_cached: int  # held by the prefix cache alone
+    cells_usable: int
+    sessions: int  # with a place on it, idle ones included
+    running: int  # sessions with a generation
+    steps: int  # settled
+    steps_in_flight: int
+    step_us: int  # sum over settled steps, on the worker
+    idle_us: int  # sum of the gaps between them, on the worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlStatus:
+    workers: tuple[WorkerStatus, ...]
+    running: int  # generations with a place on a worker
+    waiting: int  # generations in line, parked and moved ones included
+    sessions: int  # opened by callers
+    counters: Counters
+
+
+class Waiting(Enum):
+    """Why a generation makes no step."""
+
+    NOTHING = "nothing"  # it runs
+    NO_WORKER = "no worker"
+    CELLS = "cells"
+    STEP_BUDGET = "step budget"
+    PRIORITY = "priority"
+    TENANT_SHARE = "tenant share"
+    OWN_SESSION = "own session"  # the generation before it on its session has a step under way
+    SHARED_PROMPT = "shared prompt"  # the first of n completions runs the prompt for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where one generation is. `position`: generations that start before it; 0: next, or running."""
+
+    running: bool
+    position: int
+    waits_for: Waiting
+    predicted_ttft_us: int | None  # from now; None: no measured cost, or the first token is out
+    delivered: int
+    worker: WorkerId | None

@@ -1,0 +1,530 @@
+"""One worker's side of the plan: its residents, its cells, its scheduler, its steps under way.
+
+Owns what is true of one incarnation: which session lies in which sequence, what was sent and not yet answered, which
+sequence operations wait for the next step. `Control` decides who comes and goes; this class keeps the books exact and
+forms steps. A step is formed, then settled once: `settle` on its result, or `abort_all` when the worker refused it.
+
+The work of a step grows with the inputs in it, not with residents, pool or history; only relief under pressure looks
+at every resident. Cells, widths and positions count tokens.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from microtome.planner.cells import CellPlan, CellTable
+from microtome.planner.config import PlannerConfig
+from microtome.planner.generations import Generation, Rank
+from microtome.planner.policies import POLICIES
+from microtome.planner.pressure import by_seniority, most_junior
+from microtome.planner.resident import Resident, decode_input
+from microtome.planner.sessions import Session
+from microtome.planner.slicing import CheapestPlanner
+from microtome.planner.types import (
+    Annotate,
+    Capability,
+    CloneSequence,
+    DropSequence,
+    Input,
+    InputFlag,
+    Kind,
+    OpenSequence,
+    Position,
+    SequenceId,
+    SequenceOp,
+    SessionId,
+    SetSampling,
+    StepNumber,
+    StepPlan,
+    StepResult,
+    TruncateSequence,
+    WorkerId,
+)
+
+if TYPE_CHECKING:
+    from microtome.planner.prefix import PrefixCache
+
+_DECODE_FLAGS = int(InputFlag.WANTS_OUTPUT | InputFlag.FEEDBACK)
+_WANTS_OUTPUT = int(InputFlag.WANTS_OUTPUT)
+_NEWEST: Rank = (2**127, 0)  # junior to every generation
+
+Slices = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Step:
+    """A step under way: one entry per input in packed order, and what is needed to take it back."""
+
+    __slots__ = ("cells", "inputs", "number", "ops", "outputs", "residents", "sent_us")
+
+    def __init__(
+        self,
+        number: StepNumber,
+        inputs: Sequence[Input],
+        residents: list[Resident],
+        outputs: int,
+        cells: CellPlan | None,
+        ops: tuple[SequenceOp, ...],
+        sent_us: int,
+    ) -> None:
+        self.number = number
+        self.inputs = inputs
+        self.residents = residents
+        self.outputs = outputs
+        self.cells = cells  # None: a step of operations only
+        self.ops = ops
+        self.sent_us = sent_us
+
+
+class WorkerPlan:
+    """Mutable; `Control` is its one caller."""
+
+    def __init__(self, worker: WorkerId, capability: Capability, config: PlannerConfig, last_step: StepNumber) -> None:
+        """Raises `BadConfig` or `BadInput` if the configuration or the method table cannot work on this worker."""
+        self.id = worker
+        self.capability = capability
+        self.incarnation = capability.incarnation
+        self.limits = config.limits_for(capability)
+        self.max_session_tokens = min(
+            capability.usable_cells, capability.max_session_tokens, config.max_session_tokens or capability.usable_cells
+        )
+        self.table = CellTable(capability.usable_cells, capability.max_sequences)
+        self.prefix: PrefixCache | None = None
+        self.slicer = CheapestPlanner(capability.table)
+        self.scheduler = POLICIES[config.policy](
+            max_batch_tokens=self.limits.max_batch_tokens,
+            max_decodes=self.limits.max_decodes,
+            max_prefill_tokens=self.limits.max_prefill_tokens,
+            target_step_tokens=self._target_tokens(config),
+            tenant_weights=config.weights(),
+        )
+        self.residents: dict[SessionId, Resident] = {}
+        self.running = 0  # residents with a generation
+        self.in_flight: deque[Step] = deque()
+        self.draining = False
+        self.released = False  # drained, and said so
+        self.quiet_since_us = 0  # nothing is under way, or its last answer came then
+        self.refused_steps = 0  # in a row
+        self.steps = 0
+        self.step_us = 0  # sum over settled steps
+        self.idle_us = 0
+        self.undone_tokens = 0  # tokens of residents' transcripts that are still to be prefilled
+        self.parked: list[Generation] = []  # lost their place while a step was formed; `Control` takes them
+        self._plan_ahead = config.plan_ahead
+        self._headroom_tokens = config.headroom_tokens
+        self._next_step = last_step + 1
+        self._refusals = 0  # of the steps under way, how many were refused; those behind them are about to be
+        self._ops: list[SequenceOp] = []
+        self._slices: dict[int, Slices] = {}
+
+    # --- reading ---
+
+    @property
+    def cells_cached(self) -> int:
+        """Cells that only the prefix cache holds."""
+        return self.prefix.evictable_cells if self.prefix else 0
+
+    @property
+    def room(self) -> int:
+        """Cells that nobody needs yet: free or evictable, less what residents have still to prefill."""
+        return self.table.free_cells + self.cells_cached - self.undone_tokens
+
+    @property
+    def headroom(self) -> int:
+        """Cells to be left for the residents' next tokens when one more starts."""
+        return min(self.running * self._headroom_tokens, self.table.usable_cells // 8)
+
+    @property
+    def has_sequence(self) -> bool:
+        return self.table.live_sequences < self.table.max_sequences
+
+    @property
+    def may_plan(self) -> bool:
+        return len(self.in_flight) < self._plan_ahead and not self._refusals
+
+    def prefix_key(self, session: Session) -> tuple[str, ...]:
+        return (self.capability.fingerprint, session.cache_salt)
+
+    def cached_tokens(self, session: Session) -> int:
+        """How many of the transcript's first tokens lie in the prefix cache."""
+        return len(self.prefix.match(self.prefix_key(session), session.transcript)) if self.prefix else 0
+
+    # --- coming and going ---
+
+    def start(self, generation: Generation, note: bytes) -> bool:
+        """Give the generation's session a place, or go on with the one it has. False: no room, nothing changed."""
+        session = generation.session
+        r = session.resident
+        if r is None:
+            r = self._clone_leader(generation) or self._open(generation)
+            if r is None:
+                return False
+        elif not self._fits(generation, len(session.transcript) - r.planned):
+            return False
+        self.residents[session.id] = r
+        session.resident = r
+        self._ops.append(SetSampling(r.sequence, generation.sampling))
+        self._ops.append(Annotate(r.sequence, note))
+        r.generation = generation
+        r.ended = None
+        r.feedback_at = None  # what was sampled for an earlier generation is given as a token
+        self.running += 1
+        self.scheduler.admit(session.id, priority=generation.options.priority, tenant=generation.options.tenant)
+        self._submit(r)
+        return True
+
+    def clone(self, source: Resident, twin: Session, note: bytes) -> bool:
+        """Give `twin`, a clone of the resident's session, the cells of what it shares. False: no sequence is free."""
+        upto = min(len(twin.transcript), self.table.committed(source.sequence))
+        if upto == 0 or not self.has_sequence:
+            return False
+        r = self._clone(source, twin, upto)
+        self.residents[twin.id] = r
+        twin.resident = r
+        self._ops.append(Annotate(r.sequence, note))
+        return True
+
+    def end(self, resident: Resident) -> None:
+        """The resident's generation is over: nothing more of it is run; what is under way is void."""
+        self._withdraw(resident)
+        resident.generation = None
+        self.running -= 1
+
+    def leave(self, resident: Resident) -> None:
+        """The resident gives up its cells: now, or when what is under way of it is settled."""
+        if not resident.leaving:
+            self._withdraw(resident)
+            resident.leaving = True
+        if not resident.rows:
+            self._remove(resident)
+
+    def trim(self, resident: Resident, length: int) -> None:
+        """Forget what the resident has from position `length` up. Nothing of it is under way."""
+        if self.table.length(resident.sequence) > length:
+            self.table.rewind(resident.sequence, length)
+            self._ops.append(TruncateSequence(resident.sequence, Position(length)))
+            resident.planned = length
+            resident.feedback_at = None
+            resident.inserted = min(resident.inserted, length)
+
+    def annotate(self, resident: Resident, note: bytes) -> None:
+        self._ops.append(Annotate(resident.sequence, note))
+
+    def remember(self, resident: Resident) -> None:
+        """Let the prefix cache hold what the resident has committed of its transcript."""
+        if self.prefix is None:
+            return
+        length = min(self.table.committed(resident.sequence), len(resident.session.transcript))
+        if length > resident.inserted:
+            session = resident.session
+            cells = self.table.cells(resident.sequence, 0, length)
+            self.prefix.insert(self.prefix_key(session), session.transcript[:length], cells)
+            resident.inserted = length
+
+    # --- steps ---
+
+    def form_step(self, now_us: int) -> StepPlan | None:
+        """The next step, if one may be sent and there is work. Sessions that gave way for it are in `parked`."""
+        if not self.may_plan:
+            return None
+        batch = self._form_batch()
+        if not batch and (self.in_flight or not self._ops):
+            return None  # operations alone wait for the next step, unless none is coming
+        table, residents = self.table, self.residents
+        columns: list[tuple[SequenceId, int, int]] = []
+        sequences: list[int] = []
+        starts: list[int] = []
+        widths: list[int] = []
+        flags: list[int] = []
+        tokens: list[int] = []
+        holders: list[Resident] = []
+        decodes: list[Input] = []
+        total = outputs = 0
+        for one in batch:
+            r = residents[one.session]
+            start, width = one.start, one.width
+            end = start + width
+            sequences.append(r.sequence)
+            starts.append(start)
+            widths.append(width)
+            columns.append((r.sequence, start, width))
+            holders.append(r)
+            total += width
+            r.rows += 1
+            r.planned = end
+            if one.kind is Kind.DECODE:
+                flags.append(_DECODE_FLAGS)
+            else:
+                tokens += r.session.transcript[start:end]
+                r.undone -= width
+                self.undone_tokens -= width
+                if not one.wants_output:
+                    flags.append(0)
+                    continue
+                flags.append(_WANTS_OUTPUT)
+            outputs += 1
+            r.outputs += 1
+            r.feedback_at = end
+            g = r.generation
+            assert g is not None
+            if g.delivered + r.outputs < g.limit:
+                decodes.append(decode_input(one.session, end))
+        cell_plan = table.plan(columns) if columns else None
+        if decodes:
+            accepted = self.scheduler.submit(decodes)
+            assert accepted, "a decode of one token is never refused"
+        slices = self._slices.get(total) or self._plan_slices(total)
+        ops = tuple(self._ops)
+        self._ops.clear()
+        if not self.in_flight:
+            self.quiet_since_us = now_us
+        number = StepNumber(self._next_step)
+        self._next_step += 1
+        self.in_flight.append(Step(number, batch, holders, outputs, cell_plan, ops, now_us))
+        return StepPlan(
+            incarnation=self.incarnation,
+            step=number,
+            table_digest=self.capability.table.digest,
+            ops=ops,
+            sequences=sequences,
+            starts=starts,
+            widths=widths,
+            flags=flags,
+            cells=cell_plan.cells if cell_plan else (),
+            tokens=tokens,
+            slice_offsets=slices[0],
+            slice_lengths=slices[1],
+            slice_methods=slices[2],
+        )
+
+    def settle(self, result: StepResult) -> Step:
+        """The oldest step was run: its cells are history. Its residents' rows and outputs are the caller's to count."""
+        step = self.in_flight.popleft()
+        if step.cells is not None:
+            self.table.commit(step.cells)
+        self.refused_steps = 0
+        self.steps += 1
+        self.step_us += result.step_us
+        self.idle_us += result.idle_us
+        return step
+
+    def refused(self) -> list[Resident] | None:
+        """The worker refused the step it was to answer next and touched nothing; so it will those sent behind it.
+
+        None while their answers are to come. With the last one, all are taken back and may be planned anew; returns
+        the residents that were in them.
+        """
+        self._refusals += 1
+        if self._refusals < len(self.in_flight):
+            return None
+        self._refusals = 0
+        self.refused_steps += 1
+        return self._abort_all()
+
+    @property
+    def awaited(self) -> Step | None:
+        """The step whose answer comes next."""
+        return self.in_flight[self._refusals] if self.in_flight else None
+
+    @property
+    def refusing(self) -> bool:
+        return self._refusals > 0
+
+    # --- inside: places ---
+
+    def _target_tokens(self, config: PlannerConfig) -> int | None:
+        """Tokens of a step that takes `target_step_ms`, by the measured costs; None: no target, or nothing measured."""
+        if config.target_step_ms is None or not self.slicer.measured:
+            return None
+        return max(1, self.slicer.tokens_within(int(config.target_step_ms * 1000), self.limits.max_batch_tokens))
+
+    def _fits(self, generation: Generation, needed: int) -> bool:
+        if needed + self.headroom <= self.room:
+            return True
+        generation.needed = min(generation.needed or needed, needed)
+        return False
+
+    def _open(self, generation: Generation) -> Resident | None:
+        session = generation.session
+        if not self.has_sequence:
+            return None
+        shared = self.prefix.match(self.prefix_key(session), session.transcript) if self.prefix else ()
+        # Opened before the question whether it fits: cells it shares cannot be evicted for it.
+        sequence = self.table.open(shared)
+        if not self._fits(generation, len(session.transcript) - len(shared)):
+            self.table.remove(sequence)
+            return None
+        self._ops.append(OpenSequence(sequence, tuple(shared)))
+        r = Resident(session, self.id, sequence, len(shared))
+        r.inserted = len(shared)
+        return r
+
+    def _clone_leader(self, generation: Generation) -> Resident | None:
+        """One of n completions shares its leader's prompt, all but the last token, which each forwards itself."""
+        leader = generation.leader.session.resident if generation.leader else None
+        if leader is None or self.residents.get(leader.session.id) is not leader or not self.has_sequence:
+            return None
+        upto = generation.generated_from - 1
+        if generation.delivered or upto < 1 or self.table.committed(leader.sequence) < upto:
+            return None
+        if not self._fits(generation, 1):
+            return None
+        return self._clone(leader, generation.session, upto)
+
+    def _clone(self, source: Resident, twin: Session, upto: int) -> Resident:
+        sequence = self.table.clone(source.sequence, upto)
+        self._ops.append(CloneSequence(sequence, source.sequence, Position(upto)))
+        r = Resident(twin, self.id, sequence, upto)
+        r.inserted = min(source.inserted, upto)
+        return r
+
+    def _submit(self, r: Resident) -> None:
+        """Let the scheduler hold what the resident has to run, from its planned length on."""
+        inputs = r.next_inputs(self.limits.max_prefill_tokens)
+        if not inputs:
+            return
+        accepted = self.scheduler.submit(inputs)
+        assert accepted, "inputs are cut to the scheduler's limits"
+        if inputs[0].kind is Kind.PREFILL:
+            r.undone = sum(one.width for one in inputs)
+            self.undone_tokens += r.undone
+
+    def _withdraw(self, r: Resident) -> None:
+        self.scheduler.dismiss(r.session.id)
+        self.undone_tokens -= r.undone
+        r.undone = 0
+
+    def _remove(self, r: Resident) -> None:
+        self.remember(r)
+        self.table.remove(r.sequence)
+        self._ops.append(DropSequence(r.sequence))
+        del self.residents[r.session.id]
+        r.session.resident = None
+        if r.generation is not None:
+            self.running -= 1
+
+    # --- inside: steps ---
+
+    def _form_batch(self) -> Sequence[Input]:
+        batch: Sequence[Input] = self.scheduler.next_batch()
+        if not batch:
+            return batch
+        batch = self._within_output_rows(batch)
+        needed = sum([one.width for one in batch])
+        short = needed - self.table.free_cells
+        if short > 0 and self.prefix is not None:
+            short -= self.prefix.evict(short)
+        return self._relieve(batch) if short > 0 else batch
+
+    def _within_output_rows(self, batch: Sequence[Input]) -> Sequence[Input]:
+        """What the worker can sample in one step; inputs beyond wait for the next, and their sessions' behind them."""
+        limit = self.capability.max_output_rows
+        if len(batch) <= limit:
+            return batch
+        kept: list[Input] = []
+        later: list[Input] = []
+        for one in batch:
+            if one.wants_output and limit == 0:
+                later.append(one)
+            else:
+                limit -= one.wants_output
+                kept.append(one)
+        self.scheduler.put_back(later)
+        return kept
+
+    def _relieve(self, batch: Sequence[Input]) -> Sequence[Input]:
+        """Make room as `pressure` says; what finds no cell goes back to the scheduler."""
+        later: list[Input] = []
+        kept: set[tuple[SessionId, int]] = set()
+        while batch:
+            ranks = {one.session: self._rank(self.residents[one.session]) for one in batch}
+            blocked: set[SessionId] = set()
+            taken = 0
+            for one in by_seniority(batch, ranks):
+                r = self.residents.get(one.session)
+                if r is None or r.leaving:
+                    continue  # parked for a more senior one of this very batch
+                if one.session in blocked or not self._make_room(taken + one.width, ranks[one.session]):
+                    blocked.add(one.session)
+                    later.append(one)
+                else:
+                    kept.add((one.session, one.start))
+                    taken += one.width
+            if kept or self.in_flight:
+                break
+            # Nothing fits and no step under way will free a cell: a more senior session's input was not handed out yet.
+            batch = self.scheduler.next_batch()
+        self.scheduler.put_back(later)
+        return [one for one in batch if (one.session, one.start) in kept and self._stays(one.session)]
+
+    def _stays(self, session: SessionId) -> bool:
+        r = self.residents.get(session)
+        return r is not None and not r.leaving
+
+    def _rank(self, r: Resident) -> Rank:
+        return r.generation.rank if r.generation else _NEWEST
+
+    def _make_room(self, needed: int, rank: Rank) -> bool:
+        """Whether `needed` cells are free, after sessions junior to `rank` gave way."""
+        coming = 0
+        while needed > self.table.free_cells:
+            if self.prefix is not None and self.prefix.evict(needed - self.table.free_cells):
+                continue
+            if needed <= self.table.free_cells + coming:
+                return False  # enough is about to be free: nobody else has to give way
+            victim = most_junior(self.residents.values(), rank)
+            if victim is None:
+                return False
+            coming += self._park(victim)
+        return True
+
+    def _park(self, victim: Resident) -> int:
+        """Cells that will be free once what is under way of the victim is settled; 0: they are free, or cached, now."""
+        g = victim.generation
+        cells = self.table.length(victim.sequence)
+        self.leave(victim)
+        if victim.rows:
+            return cells
+        if g is not None:
+            self.parked.append(g)
+        return 0
+
+    def _abort_all(self) -> list[Resident]:
+        """Take back every step under way, newest first, as if none had been formed. Returns who was in them."""
+        touched: dict[SessionId, Resident] = {}
+        ops: list[SequenceOp] = []
+        while self.in_flight:
+            step = self.in_flight.pop()
+            if step.cells is not None:
+                self.table.abort(step.cells)
+            for one, r in zip(reversed(step.inputs), reversed(step.residents), strict=True):
+                r.rows -= 1
+                r.outputs -= one.wants_output
+                r.planned = one.start
+                r.feedback_at = one.start if one.kind is Kind.DECODE else None
+                touched[one.session] = r
+            ops = [*step.ops, *ops]
+            self._next_step = step.number
+        self._ops = ops + self._ops
+        again: list[Input] = []
+        for session, r in touched.items():
+            if self.residents.get(session) is r and r.generation is not None and not r.leaving:
+                self.scheduler.cancel(session)
+                self.undone_tokens -= r.undone
+                r.undone = 0
+                inputs = r.next_inputs(self.limits.max_prefill_tokens)
+                if inputs and inputs[0].kind is Kind.PREFILL:
+                    r.undone = sum(one.width for one in inputs)
+                    self.undone_tokens += r.undone
+                again += inputs
+        self.scheduler.put_back(again)
+        return list(touched.values())
+
+    def _plan_slices(self, total: int) -> Slices:
+        forwards = self.slicer.plan(total)
+        slices = (
+            tuple(f.offset for f in forwards),
+            tuple(f.length for f in forwards),
+            tuple(f.method for f in forwards),
+        )
+        self._slices[total] = slices
+        return slices
