@@ -14,7 +14,7 @@ of resident sequences matters, because cells never used are a number, not entrie
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -108,6 +108,10 @@ class CellTable:
         """How many sequences and caches refer to a cell; 0: it is free."""
         return self._references[cell] if 0 <= cell < len(self._references) else 0
 
+    def is_held(self, cell: Cell) -> bool:
+        """Whether the prefix cache refers to a cell."""
+        return cell in self._held
+
     # --- sequences ---
 
     def open(self, shared: Sequence[Cell] = ()) -> SequenceId:
@@ -120,6 +124,31 @@ class CellTable:
         self._refer(shared)
         self._histories[sequence] = _History(list(shared))
         return sequence
+
+    def restore(self, histories: Mapping[SequenceId, Sequence[Cell]]) -> None:
+        """Take over the sequences that a worker holds already, all of it committed; cells may be shared.
+
+        Raises `WrongState` unless the table is unused, `BadInput` if an id or a cell is not one of the table's, or a
+        sequence names a cell twice.
+        """
+        if self._references or self._histories or self._outstanding:
+            raise WrongState("only an unused table can take over sequences")
+        for sequence, cells in histories.items():
+            if not 0 <= sequence < self.max_sequences:
+                raise BadInput(f"sequence {sequence} is outside [0, {self.max_sequences})")
+            if cells and not (min(cells) >= 0 and max(cells) < self.usable_cells):
+                raise BadInput(f"sequence {sequence} holds a cell outside [0, {self.usable_cells})")
+            if len(set(cells)) < len(cells):
+                raise BadInput(f"sequence {sequence} holds a cell twice")
+        top = max((max(cells) + 1 for cells in histories.values() if cells), default=0)
+        self._references = [0] * top
+        for sequence, cells in histories.items():
+            self._histories[sequence] = _History(list(cells))
+            for cell in cells:
+                self._references[cell] += 1
+        self._freed = [Cell(cell) for cell, references in enumerate(self._references) if not references]
+        self._next_sequence = max(histories, default=-1) + 1
+        self._freed_sequences = [SequenceId(s) for s in range(self._next_sequence) if s not in histories]
 
     def clone(self, source: SequenceId, upto: int) -> SequenceId:
         """Start a sequence that shares the committed positions [0, upto) of `source`.

@@ -1,0 +1,311 @@
+"""The longest prefix of a prompt whose K and V lie in the pool already, and what to give up when room is short.
+
+Owns a radix tree over token ids for one `CellTable`: an edge is a run of tokens and the cell of each. What it caches
+it refers to in the table, so a cached token stays when its session goes, and a session keeps its cells when the cache
+gives them up. Sharing is by the token, not by the block; the last token of a prompt is never taken from the cache,
+because somebody has to compute the logits after it.
+
+A key separates what must not be shared: whose, under which adapter, on which weights. Equal tokens under different keys
+never meet. Only committed cells may be put in.
+
+Under pressure the least recently used tail goes first, from its end, and is used up before another is touched. A tail
+counts as used while a sequence refers to its end. Lookups and insertions cost time in proportion to the tokens they
+match or are given; evictions, to the tokens they free, times the logarithm of the tails. One thread calls it.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from microtome.planner.cells import CellTable
+from microtome.planner.errors import BadInput
+from microtome.planner.types import Cell
+
+PrefixKey = tuple[str, ...]
+
+
+class _Node:
+    """The run of tokens from its parent to it. The root's is empty."""
+
+    __slots__ = ("cells", "children", "key", "parent", "queued", "serial", "stamp", "tokens")
+
+    def __init__(self, parent: "_Node | None", key: PrefixKey, serial: int, stamp: int) -> None:
+        self.parent = parent  # None: the root of `key`, or thrown away
+        self.key = key
+        self.serial = serial  # settles equal stamps
+        self.stamp = stamp  # when it was used last
+        self.queued = False  # whether it has an entry in the heap of tails
+        self.tokens: list[int] = []
+        self.cells: list[Cell] = []
+        self.children: dict[int, _Node] = {}  # by first token
+
+
+class PrefixCache:
+    def __init__(self, table: CellTable) -> None:
+        self._table = table
+        self._roots: dict[PrefixKey, _Node] = {}
+        self._tails: list[tuple[int, int, _Node]] = []  # heap by last use, perhaps outdated; one entry a node at most
+        self._clock = 0
+        self._serial = 0
+        self._cached = 0
+        self.hit_tokens = 0  # of prompts matched: taken from the cache
+        self.miss_tokens = 0  # of prompts matched: left to compute
+        self.evicted_tokens = 0
+
+    @property
+    def cached_cells(self) -> int:
+        return self._cached
+
+    @property
+    def evictable_cells(self) -> int:
+        """Cells that `evict` can free: no sequence refers to them."""
+        return self._table.idle_cells
+
+    def match(self, key: PrefixKey, tokens: Sequence[int]) -> tuple[Cell, ...]:
+        """The cells of the longest cached prefix of a prompt, all but its last token at most. Counts as a use.
+
+        The caller refers to them (`CellTable.open`) before it evicts anything.
+        """
+        cells: list[Cell] = []
+        used: list[_Node] = []
+        node, at, end = self._roots.get(key), 0, len(tokens) - 1
+        while node is not None and at < end:
+            node = node.children.get(tokens[at])
+            if node is not None:
+                count = _common(node.tokens, tokens, at, end)
+                cells += node.cells if count == len(node.cells) else node.cells[:count]
+                used.append(node)
+                at += count
+                if count < len(node.tokens):
+                    break
+        if used:
+            self._clock += 1
+            for node in used:
+                node.stamp = self._clock
+        self.hit_tokens += len(cells)
+        self.miss_tokens += len(tokens) - len(cells)
+        return tuple(cells)
+
+    def peek(self, key: PrefixKey, tokens: Sequence[int]) -> int:
+        """How many tokens `match` would find. No use, and not counted."""
+        node, at, end = self._roots.get(key), 0, len(tokens) - 1
+        while node is not None and at < end:
+            node = node.children.get(tokens[at])
+            if node is not None:
+                count = _common(node.tokens, tokens, at, end)
+                at += count
+                if count < len(node.tokens):
+                    break
+        return at
+
+    def insert(self, key: PrefixKey, tokens: Sequence[int], cells: Sequence[Cell]) -> int:
+        """Cache committed tokens and their cells; how many tokens were new. Counts as a use of the whole path.
+
+        Where the cache has another cell for a token and nobody else uses that one, it takes the given cell instead, so
+        a prefix computed twice is not kept twice.
+
+        Raises `BadInput` if the counts differ, or if a cell is free or cached elsewhere; nothing has changed then.
+        """
+        if len(tokens) != len(cells):
+            raise BadInput(f"{len(tokens)} tokens and {len(cells)} cells cannot be cached together")
+        if not tokens:
+            return 0
+        path, at, count = self._descend(key, tokens)
+        fresh = list(cells[at:])
+        self._table.hold(fresh)  # refuses before the tree changes
+
+        self._clock += 1
+        node = path[-1] if path else self._root(key)
+        if fresh:
+            if path and count < len(node.tokens):
+                node = path[-1] = self._split(node, count)
+            if node.parent is None or node.children:
+                child = self._new_node(node, key)
+                node.children[tokens[at]] = child
+                path.append(child)
+                node = child
+            node.tokens += tokens[at:]
+            node.cells += fresh
+            self._cached += len(fresh)
+        for used in path:
+            used.stamp = self._clock
+        self._adopt(path, cells)
+        self._queue(node)
+        return len(fresh)
+
+    def evict(self, cells_needed: int) -> int:
+        """Free at least `cells_needed` cells if so many can be freed, else all that can; how many were freed."""
+        freed = 0
+        in_use: list[_Node] = []
+        while freed < cells_needed and self._table.idle_cells:
+            node = self._next_tail()
+            if node is None:
+                # Only tails that sequences use are left. One with idle cells in front of it (its prefix was computed
+                # twice) the cache lets go: that frees nothing of it, but what lies in front becomes a tail.
+                node = next((tail for tail in in_use if self._hides_idle(tail)), None)
+                if node is None:
+                    break
+                in_use.remove(node)
+                self._cut(node, self._used_at_end(node))
+                self._queue_if_tail(node)
+                continue
+            idle = self._idle_at_end(node, cells_needed - freed)
+            if idle:
+                self._cut(node, idle)
+                freed += idle
+                self._queue_if_tail(node)
+            else:
+                in_use.append(node)
+        for node in in_use:
+            # In use is used now. So the next call does not meet it again before it has met every other tail.
+            self._clock += 1
+            node.stamp = self._clock
+            self._queue(node)
+        self.evicted_tokens += freed
+        return freed
+
+    def clear(self) -> None:
+        """Give up everything cached."""
+        nodes = list(self._roots.values())
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            self._table.release(node.cells)
+        self._roots.clear()
+        self._tails.clear()
+        self._cached = 0
+
+    # --- the tree ---
+
+    def _root(self, key: PrefixKey) -> _Node:
+        root = self._roots.get(key)
+        if root is None:
+            self._serial += 1
+            root = self._roots[key] = _Node(None, key, self._serial, self._clock)
+        return root
+
+    def _new_node(self, parent: _Node, key: PrefixKey) -> _Node:
+        self._serial += 1
+        return _Node(parent, key, self._serial, self._clock)
+
+    def _descend(self, key: PrefixKey, tokens: Sequence[int]) -> tuple[list[_Node], int, int]:
+        """The nodes that `tokens` lead through, the root not among them; the tokens matched; those of the last node."""
+        path: list[_Node] = []
+        node, at, count, end = self._roots.get(key), 0, 0, len(tokens)
+        while node is not None and at < end:
+            node = node.children.get(tokens[at])
+            if node is not None:
+                count = _common(node.tokens, tokens, at, end)
+                path.append(node)
+                at += count
+                if count < len(node.tokens):
+                    break
+        return path, at, count
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """Put a node in front of `node` that takes its first `count` tokens, and return it."""
+        assert node.parent is not None
+        front = self._new_node(node.parent, node.key)
+        front.tokens, front.cells = node.tokens[:count], node.cells[:count]
+        front.stamp = node.stamp
+        del node.tokens[:count], node.cells[:count]
+        node.parent.children[front.tokens[0]] = front
+        front.children[node.tokens[0]] = node
+        node.parent = front
+        return front
+
+    def _adopt(self, path: list[_Node], cells: Sequence[Cell]) -> None:
+        """Exchange idle cells along a path for the given ones of the same tokens."""
+        table, at = self._table, 0
+        for node in path:
+            count = min(len(node.cells), len(cells) - at)
+            given = list(cells[at : at + count])
+            if node.cells[:count] != given:
+                for i, cell in enumerate(given):
+                    own = node.cells[i]
+                    if own != cell and table.references(own) == 1 and not table.is_held(cell):
+                        table.hold((cell,))
+                        table.release((own,))
+                        node.cells[i] = cell
+            at += count
+
+    # --- tails ---
+
+    def _queue(self, node: _Node) -> None:
+        if not node.queued:
+            node.queued = True
+            heappush(self._tails, (node.stamp, node.serial, node))
+
+    def _queue_if_tail(self, node: _Node) -> None:
+        """After a cut: queue what is now the end of the path, if it is one."""
+        tail = node if node.tokens else node.parent
+        if tail is not None and tail.parent is not None and not tail.children:
+            self._queue(tail)
+
+    def _next_tail(self) -> _Node | None:
+        """Take out the least recently used tail."""
+        while self._tails:
+            stamp, _, node = heappop(self._tails)
+            node.queued = False
+            if node.children or not node.tokens:
+                continue
+            if node.stamp > stamp:
+                self._queue(node)  # used since
+                continue
+            return node
+        return None
+
+    def _idle_at_end(self, node: _Node, limit: int) -> int:
+        """How many cells at the end of a tail nobody else refers to, up to `limit`."""
+        references, idle = self._table.references, 0
+        while idle < min(limit, len(node.cells)) and references(node.cells[-1 - idle]) == 1:
+            idle += 1
+        return idle
+
+    def _used_at_end(self, node: _Node) -> int:
+        """How many cells at the end of a tail somebody else refers to."""
+        references, used = self._table.references, 0
+        while used < len(node.cells) and references(node.cells[-1 - used]) > 1:
+            used += 1
+        return used
+
+    def _hides_idle(self, tail: _Node) -> bool:
+        """Whether there is an idle cell on the way to the end of a tail."""
+        references, node = self._table.references, tail
+        while node.parent is not None:
+            if any(references(cell) == 1 for cell in node.cells):
+                return True
+            node = node.parent
+        return False
+
+    def _cut(self, node: _Node, count: int) -> None:
+        """Give up the last `count` tokens of a tail; with its last token the tail itself goes."""
+        self._table.release(node.cells[-count:])
+        first = node.tokens[0]
+        del node.tokens[-count:], node.cells[-count:]
+        self._cached -= count
+        if not node.tokens:
+            assert node.parent is not None
+            del node.parent.children[first]
+            if node.parent.parent is None and not node.parent.children:
+                del self._roots[node.key]
+
+
+def _common(edge: list[int], tokens: Sequence[int], start: int, end: int) -> int:
+    """How many tokens of `edge` equal those of `tokens` from `start` on, at most up to `end`.
+
+    Compares runs that double in length, so that the time follows the answer and not the length of the edge.
+    """
+    limit = min(len(edge), end - start)
+    low, run = 0, 16
+    while low < limit:
+        high = min(limit, low + run)
+        if edge[low:high] != list(tokens[start + low : start + high]):
+            while high - low > 1:
+                middle = (low + high) // 2
+                if edge[low:middle] == list(tokens[start + low : start + middle]):
+                    low = middle
+                else:
+                    high = middle
+            return low
+        low, run = high, run * 2
+    return low
