@@ -1,18 +1,46 @@
 """A service's life on a Ray cluster: the only file that names Ray resources, placement groups and restarts.
 
-A service is one Ray namespace with a detached driver actor named after it, and one detached actor per worker, each in
-a detached placement group of its own. Everything of a service carries its name, so that `down` finds it all by name.
+A service is one detached driver actor, named after it, and one detached actor per worker, each in a detached placement
+group of its own. Everything of a service carries its name, so that `down` finds it all, after a crash too. Nothing of
+it ever passes through Ray's object store, and no token through Ray.
 
-`up` and `down` are for whoever manages services (the command line, a Ray job): blocking calls, any thread.
+`up`, `down` and `is_up` are for whoever manages services (the command line, a Ray job): blocking calls, any thread.
+`RayWorkers` is the driver's: it runs on the driver's event loop.
 """
 
-from __future__ import annotations
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody unless the user says so
 
-if TYPE_CHECKING:
-    from microtome.actors.config import ServiceConfig
+import psutil
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from microtome.actors import ray_private
+from microtome.actors.config import ServiceConfig
+from microtome.actors.link import WorkerEndpoint, WorkerSpec
+from microtome.actors.worker import WorkerActor
+from microtome.planner.errors import BadConfig, BatchingError, WorkerLost
+from microtome.planner.types import WorkerId
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it; Ray wants some
+DOWN_TIMEOUT_S = 30.0
+ADOPT_TIMEOUT_S = 5.0  # for a worker of an earlier life to answer
+CONNECT_TIMEOUT_S = 2.0  # to find out that nobody listens where a cluster's head should be
+LOCAL_PLACE_TIMEOUT_S = 10.0  # on a Ray of our own no node ever comes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,28 +63,437 @@ class Downed:
     pids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What things of a service are called on Ray. The slash is in no service's name, so prefixes are unambiguous."""
+
+    service: str
+    namespace: str
+
+    @property
+    def driver(self) -> str:
+        return self.service
+
+    def worker(self, worker: WorkerId) -> str:
+        return f"{self.service}/{worker}"
+
+    def group(self, worker: WorkerId) -> str:
+        """Groups are listed without their namespace, so their names carry it."""
+        return f"microtome/{self.namespace}/{self.service}/{worker}"
+
+    def worker_of(self, actor: str) -> WorkerId | None:
+        head, slash, worker = actor.partition("/")
+        return WorkerId(worker) if slash and head == self.service else None
+
+    @classmethod
+    def of(cls, config: ServiceConfig) -> "Names":
+        return cls(config.service.name, config.service.ray_namespace)
+
+
+# --- for whoever manages services ---
+
+
 def up(config: ServiceConfig, *, ray_address: str | None = None, join: bool = False) -> Endpoint:
     """Start the service and wait until its first workers can take work.
 
-    `ray_address` None: a Ray of its own on this machine, loopback only, which ends with this process. Raises
-    `BadConfig` (with nothing left behind) for a service name or port in use, a model that cannot be loaded, or
-    resources that no node has; a service of that name is joined instead of refused when `join`.
+    `ray_address` None: the Ray this process is connected to, or else a Ray of its own on this machine, loopback only,
+    which ends with this process. Raises `BadConfig` (with nothing left behind) for a service name or port in use, a
+    model that cannot be loaded, or resources that no node has; a service of that name is joined instead of refused
+    when `join`.
     """
-    raise NotImplementedError
+    names = Names.of(config)
+    if ray_address is None and not ray.is_initialized():
+        _check_port(config)  # before a Ray is started for nothing
+        _start_local_ray(config)
+        config = replace(
+            config,
+            workers=replace(config.workers, place_timeout_s=min(config.workers.place_timeout_s, LOCAL_PLACE_TIMEOUT_S)),
+        )
+    else:
+        _connect(ray_address, names.namespace)
+    if config.service.port == 0:
+        config = replace(config, service=replace(config.service, port=_free_port(config.service.host)))
+    try:
+        driver = _start_driver(config, names)
+    except ValueError as error:  # ActorAlreadyExistsError is one
+        existing = _find_driver(names)
+        if existing is None:
+            raise
+        address = _get(existing.address.remote(), timeout_s=CONNECT_TIMEOUT_S * 5)
+        if not join:
+            raise BadConfig(f"a service named {names.service!r} is up already, at {address}") from error
+        return Endpoint(service=names.service, address=address, ray_address=_ray_address(), joined=True)
+    try:
+        timeout_s = config.workers.place_timeout_s + config.workers.start_timeout_s
+        address = _get(driver.wait_ready.remote(), timeout_s=timeout_s)
+    except BaseException:
+        down(names.service, namespace=names.namespace)
+        raise
+    return Endpoint(service=names.service, address=address, ray_address=_ray_address(), joined=False)
 
 
-def down(service: str, *, ray_address: str | None = None) -> Downed:
+def down(service: str, *, namespace: str = "", ray_address: str | None = None) -> Downed:
     """End the service: afterwards no actor, placement group, process or port of it is left. Idempotent.
 
-    `ray_address` None: the Ray this process is connected to. Raises `BadConfig` when there is no such Ray.
+    `ray_address` None: the Ray this process is connected to. Raises `BadConfig` when there is no such Ray, and
+    `BatchingError` when something will not go within 30 s.
     """
-    raise NotImplementedError
+    names = Names(service, namespace or service)
+    _connect(ray_address, names.namespace)
+    actors: dict[str, ray_private.ActorFacts] = {}
+    groups: set[str] = set()
+    end = time.monotonic() + DOWN_TIMEOUT_S
+    # Again and again until nothing is found: a driver that dies may have had a worker under way.
+    while True:
+        found = _actors_of(names)
+        # The driver first, or it would put another worker in the place of each one that we end.
+        for name in sorted(found, key=lambda name: name != names.driver):
+            facts = ray_private.actor_facts(found[name])
+            if facts is not None and (facts.pid or name not in actors):
+                actors[name] = facts
+            ray.kill(found[name], no_restart=True)
+        pending = _groups_of(names)
+        for name, group in pending.items():
+            groups.add(name)
+            remove_placement_group(group)
+        alive = [facts.pid for facts in actors.values() if facts.pid and _is_alive(facts)]
+        if not found and not pending and not alive:
+            break
+        if time.monotonic() > end:
+            raise BatchingError(
+                f"service {service!r} did not end within {DOWN_TIMEOUT_S:g} s: left are actors {sorted(found)}, "
+                f"placement groups {sorted(pending)}, processes {alive}"
+            )
+        time.sleep(0.02)
+    pids = tuple(facts.pid for facts in actors.values() if facts.pid)
+    return Downed(service=service, actors=tuple(sorted(actors)), placement_groups=tuple(sorted(groups)), pids=pids)
 
 
-def is_up(service: str) -> bool:
+def is_up(service: str, *, namespace: str = "") -> bool:
     """Whether the service's driver is there, or being restarted, on the Ray this process is connected to.
 
     False once `down` has been called, by anybody; also when that Ray itself is gone. For who runs a service in the
     foreground and must notice that it was ended elsewhere. Cheap enough to ask twice a second.
     """
-    raise NotImplementedError
+    if not ray.is_initialized():
+        return False
+    try:
+        return _find_driver(Names(service, namespace or service)) is not None
+    except RayError:
+        return False
+
+
+def address_of(service: str, *, namespace: str = "", ray_address: str | None = None) -> str:
+    """Where the service answers, "host:port", asked of Ray: for a Ray job. Raises `BadConfig` when it is not up."""
+    names = Names(service, namespace or service)
+    _connect(ray_address, names.namespace)
+    driver = _find_driver(names)
+    if driver is None:
+        raise BadConfig(f"no service named {service!r} is up in namespace {names.namespace!r} of {_ray_address()}")
+    return str(_get(driver.address.remote(), timeout_s=CONNECT_TIMEOUT_S * 5))
+
+
+def _start_driver(config: ServiceConfig, names: Names) -> Any:
+    """The driver's handle. `num_gpus=0` does not keep it off GPU nodes: it is pinned to the head."""
+    from microtome.actors.main import DriverActor  # which imports this module
+
+    return (
+        ray.remote(DriverActor)
+        .options(
+            name=names.driver,
+            namespace=names.namespace,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=0,
+            num_cpus=1,
+            num_gpus=0,
+            resources={"node:__internal_head__": 0.001},
+        )
+        .remote(config, secrets.token_hex(32))
+    )
+
+
+def _find_driver(names: Names) -> Any | None:
+    try:
+        return ray.get_actor(names.driver, namespace=names.namespace)
+    except ValueError:
+        return None
+
+
+def _actors_of(names: Names) -> dict[str, Any]:
+    """Handles of what is alive of the service, by name."""
+    found: dict[str, Any] = {}
+    for listed in ray.util.list_named_actors(all_namespaces=True):
+        name = listed["name"]
+        if listed["namespace"] == names.namespace and (name == names.driver or names.worker_of(name) is not None):
+            try:
+                found[name] = ray.get_actor(name, namespace=names.namespace)
+            except ValueError:
+                continue  # it has gone meanwhile
+    return found
+
+
+def _groups_of(names: Names) -> dict[str, Any]:
+    """Handles of the service's placement groups, by name."""
+    prefix = names.group(WorkerId(""))
+    return {
+        group["name"]: ray_private.placement_group_by_id(group_id)
+        for group_id, group in placement_group_table().items()
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED"
+    }
+
+
+def _is_alive(facts: ray_private.ActorFacts) -> bool:
+    """Of a process on this machine, as the kernel says; of one elsewhere Ray's word is all there is."""
+    if facts.node_address != ray.util.get_node_ip_address():
+        return False
+    try:
+        return psutil.Process(facts.pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _get(ref: Any, timeout_s: float) -> Any:
+    """`ray.get` whose errors are ours, each one sentence."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except (RayError, GetTimeoutError) as error:
+        raise _as_ours(error, f"the driver did not answer within {timeout_s:g} s") from error
+
+
+def _as_ours(error: Exception, timed_out: str) -> BatchingError:
+    """An error of ours that came through Ray, itself; another one as a sentence."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BatchingError):
+        return error.cause
+    if isinstance(error, GetTimeoutError):
+        return WorkerLost(timed_out)
+    if isinstance(error, ActorDiedError):
+        return WorkerLost(_why_dead(error))
+    return WorkerLost(f"{type(error).__name__}: {_last_line(error)}")
+
+
+def _why_dead(error: ActorDiedError) -> str:
+    """Ray's page about a dead actor as one sentence."""
+    text = str(error)
+    detail = text.rpartition("Worker exit detail: ")[2] if "Worker exit detail: " in text else text
+    sentence = detail.partition(" Some common causes")[0].strip().splitlines()[-1]
+    return f"its process has died: {sentence}"
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+
+
+# --- the Ray that this process talks to ---
+
+
+def _start_local_ray(config: ServiceConfig) -> None:
+    """A Ray of this process: on loopback, open (nobody else can reach it), ended with the process."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token file, and every later cluster wants it
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too: binds everything to 127.0.0.1
+    if not ray_private.binds_to_loopback():
+        ray_private.bind_to_loopback()
+    wanted = 1 + config.workers.cpus * config.workers.count
+    ray.init(
+        address="local",
+        namespace=config.service.ray_namespace,
+        num_cpus=max(os.cpu_count() or 1, int(-(-wanted // 1))),
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
+
+
+def _connect(ray_address: str | None, namespace: str) -> None:
+    """Join the cluster at `ray_address`, or make sure that this process is connected."""
+    if ray.is_initialized():
+        if ray_address not in (None, "auto", _ray_address()):
+            raise BadConfig(f"this process is connected to the Ray at {_ray_address()}, not to {ray_address}")
+        return
+    if ray_address is None:
+        raise BadConfig("no Ray address is given, and this process is not connected to a Ray")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # said, because unset means something else at each entry point
+    _check_listens(ray_address)
+    try:
+        ray.init(address=ray_address, namespace=namespace, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RayError, RuntimeError) as error:
+        raise BadConfig(
+            f"the Ray at {ray_address} cannot be joined (RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']}): "
+            f"{_last_line(error)}"
+        ) from error
+
+
+def _check_listens(ray_address: str) -> None:
+    """Ray itself takes 20 s to say that nobody is there."""
+    host, colon, port = ray_address.rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # "auto", or another form that only Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise BadConfig(f"no Ray answers at {ray_address}: {error.strerror or error}") from error
+
+
+def _ray_address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _check_port(config: ServiceConfig) -> None:
+    service = config.service
+    try:
+        with _listening(service.host, service.port):
+            pass
+    except OSError as error:
+        raise BadConfig(f"port {service.port} on {service.host} cannot be bound: {error.strerror or error}") from error
+
+
+def _free_port(host: str) -> int:
+    """Known before the driver starts, because a restarted driver must have the same one."""
+    with _listening(host, 0) as bound:
+        return int(bound.getsockname()[1])
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(1)
+        yield bound
+
+
+# --- the driver's workers ---
+
+
+class RayWorkers:
+    """Workers as Ray actors: a `WorkerStarter`. On the driver's event loop; Ray's blocking calls run in threads."""
+
+    def __init__(self, config: ServiceConfig, secret: str) -> None:
+        self._config, self._secret, self._names = config, secret, Names.of(config)
+        self._lives: set[asyncio.Task[None]] = set()
+
+    async def start(self, worker: WorkerId, ended: Callable[[str], None]) -> WorkerEndpoint:
+        group = await self._place(worker)
+        actor = await asyncio.to_thread(self._create, worker, group)
+        timeout_s = self._config.workers.start_timeout_s
+        try:
+            endpoint = await asyncio.wait_for(actor.start.remote(), timeout_s)
+        except TimeoutError as error:
+            raise WorkerLost(f"{worker} was not ready within {timeout_s:g} s") from error
+        except RayError as error:
+            raise _as_ours(error, "") from error
+        self._watch(actor, ended)
+        return endpoint
+
+    async def living(self, ended: Callable[[WorkerId, str], None]) -> Sequence[WorkerEndpoint]:
+        actors = await asyncio.to_thread(_actors_of, self._names)
+        workers = {name: worker for name in actors if (worker := self._names.worker_of(name)) is not None}
+        answers = await asyncio.gather(*(self._endpoint(actors[name]) for name in workers))
+        ready: list[WorkerEndpoint] = []
+        for (name, worker), endpoint in zip(workers.items(), answers, strict=True):
+            if endpoint is None:
+                await self.end(worker)
+            else:
+                self._watch(actors[name], lambda cause, worker=worker: ended(worker, cause))
+                ready.append(endpoint)
+        # A place without a worker: the driver died between the two.
+        for name in await asyncio.to_thread(_groups_of, self._names):
+            worker = WorkerId(name.rpartition("/")[2])
+            if worker not in {endpoint.worker for endpoint in ready}:
+                await self.end(worker)
+        return ready
+
+    async def end(self, worker: WorkerId) -> None:
+        await asyncio.to_thread(self._end, worker)
+
+    def _end(self, worker: WorkerId) -> None:
+        with suppress(ValueError):  # no such actor: it has gone already, or never was
+            ray.kill(ray.get_actor(self._names.worker(worker), namespace=self._names.namespace))
+        group = _groups_of(self._names).get(self._names.group(worker))
+        if group is not None:
+            remove_placement_group(group)
+
+    async def _place(self, worker: WorkerId) -> PlacementGroup:
+        """Room for the worker on some node. Raises `WorkerLost`, saying per node what is missing."""
+        timeout_s = self._config.workers.place_timeout_s
+        group = await asyncio.to_thread(
+            placement_group,
+            [self._demand()],
+            strategy="STRICT_PACK",
+            name=self._names.group(worker),
+            lifetime="detached",  # a plain group dies with the process that made it, and takes its actors along
+        )
+        try:
+            await asyncio.wait_for(group.ready(), timeout_s)
+        except TimeoutError as error:
+            missing = await asyncio.to_thread(missing_resources, self._demand())
+            raise WorkerLost(f"no node had room for {worker} within {timeout_s:g} s: {missing}") from error
+        return group
+
+    def _create(self, worker: WorkerId, group: PlacementGroup) -> Any:
+        config = self._config
+        spec = WorkerSpec(
+            worker=worker,
+            secret=self._secret,
+            runtime=config.runtime,
+            executor=config.workers.executor,
+            host="",  # its node's address
+            link=config.link,
+            hang_timeout_s=config.workers.hang_timeout_s,
+            orphan_timeout_s=config.workers.orphan_timeout_s,
+        )
+        return (
+            ray.remote(WorkerActor)
+            .options(
+                name=self._names.worker(worker),
+                namespace=self._names.namespace,
+                lifetime="detached",
+                max_restarts=0,  # the driver supervises
+                num_cpus=config.workers.cpus,
+                num_gpus=config.gpus_per_worker,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+            )
+            .remote(spec)
+        )
+
+    def _demand(self) -> dict[str, float]:
+        demand = {"CPU": self._config.workers.cpus, "GPU": self._config.gpus_per_worker}
+        return {name: amount for name, amount in demand.items() if amount}
+
+    async def _endpoint(self, actor: Any) -> WorkerEndpoint | None:
+        try:
+            return await asyncio.wait_for(actor.endpoint.remote(), ADOPT_TIMEOUT_S)
+        except (TimeoutError, RayError):
+            return None
+
+    def _watch(self, actor: Any, ended: Callable[[str], None]) -> None:
+        async def watch() -> None:
+            try:
+                await actor.life.remote()
+            except ActorUnavailableError:
+                return  # the cluster's word is in doubt; the worker's own stream decides
+            except RayError as error:
+                ended(str(_as_ours(error, "")))
+
+        task = asyncio.create_task(watch())
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+
+
+def missing_resources(demand: Mapping[str, float]) -> str:
+    """Per node, which of the resources in `demand` it lacks."""
+    resources = ray_private.resources_per_node()
+    lines: list[str] = []
+    for node in ray.nodes():
+        if not node["Alive"] or node["NodeID"] not in resources:
+            continue
+        free, total = resources[node["NodeID"]]
+        lacks = [
+            f"{name} needs {amount:g}, free {free.get(name, 0):g} of {total.get(name, 0):g}"
+            for name, amount in demand.items()
+            if free.get(name, 0) < amount
+        ]
+        lines.append(f"node {node['NodeManagerAddress']}: {', '.join(lacks) or 'has room'}")
+    return "; ".join(lines) or "the cluster has no nodes"

@@ -19,6 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from microtome.actors.link import DEFAULT_EXECUTOR, LinkSettings
 from microtome.cuda_runtime.options import RuntimeOptions
+from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import BadConfig
 
 ENVIRONMENT_PREFIX = "MICROTOME_"
@@ -36,6 +37,9 @@ class ServiceSection:
     host: str = "127.0.0.1"  # address that clients' port is bound to
     port: int = 50051  # of clients' gRPC; 0: any free one
     max_request_bytes: int = 4 * 2**20  # of one client message
+    metrics_port: int | None = None  # of Prometheus metrics over HTTP, on the same address; None: not served
+    retain_s: float = 300.0  # how long an ended generation that is resumable can still be resumed
+    retain_tokens: int = 4_000_000  # of ended generations, kept at most; the oldest go first
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -54,6 +58,12 @@ class ServiceSection:
             raise BadConfig(f"port {self.port} is not in 0 to 65535")
         if not 1024 <= self.max_request_bytes < 2**31:
             raise BadConfig(f"max_request_bytes {self.max_request_bytes} is not in 1024 to {2**31 - 1}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise BadConfig(f"metrics_port {self.metrics_port} is not in 0 to 65535")
+        if not 0 <= self.retain_s < float("inf"):
+            raise BadConfig(f"retain_s {self.retain_s:g} is not 0 or more seconds")
+        if self.retain_tokens < 0:
+            raise BadConfig(f"retain_tokens {self.retain_tokens} is below 0")
 
     @property
     def ray_namespace(self) -> str:
@@ -67,7 +77,8 @@ class WorkersSection:
     count: int = 1  # at start
     cpus: float = 1  # each
     gpus: float | None = None  # each; None: one when the device is CUDA, else none
-    start_timeout_s: float = 900.0  # from the request for a place to ready; loading and capture included
+    place_timeout_s: float = 600.0  # from asking for a place to having it; an autoscaler adds a node meanwhile
+    start_timeout_s: float = 900.0  # from the place to ready; loading and capture included
     hang_timeout_s: float = 30.0  # a step, or an idle probe, finishes within this (beside the step's predicted time)
     orphan_timeout_s: float = 60.0  # a worker that hears no driver for this long ends itself
     executor: str = DEFAULT_EXECUTOR  # "module:function", called with the runtime section
@@ -79,7 +90,7 @@ class WorkersSection:
             raise BadConfig(f"workers.cpus {self.cpus:g} is not 0 or more")
         if self.gpus is not None and not 0 <= self.gpus <= 1:
             raise BadConfig(f"workers.gpus {self.gpus:g} is not in 0 to 1: a worker has one device")
-        for name in ("start_timeout_s", "hang_timeout_s", "orphan_timeout_s"):
+        for name in ("place_timeout_s", "start_timeout_s", "hang_timeout_s", "orphan_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise BadConfig(f"workers.{name} {getattr(self, name):g} is not a positive number of seconds")
         if not _IMPORT_STRING.fullmatch(self.executor):
@@ -95,6 +106,7 @@ class ServiceConfig:
     service: ServiceSection = field(default_factory=ServiceSection)
     workers: WorkersSection = field(default_factory=WorkersSection)
     link: LinkSettings = field(default_factory=LinkSettings)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -8,9 +8,10 @@ prompt takes milliseconds). A `TextStream` belongs to one thread at a time. Widt
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from microtome.cuda_runtime.checkpoint import Checkpoint, load_tokenizer
+from microtome.cuda_runtime.checkpoint import Checkpoint, end_token_ids, find_checkpoint, load_tokenizer
 from microtome.planner.errors import BadInput
 
 CONTEXT_TOKENS = 8  # of the prompt, before the first generated token: whether a space is stripped depends on them
@@ -71,14 +72,33 @@ class Tokenizer:
             return str(self._backend.decode(list(tokens), skip_special_tokens=True))
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def stream(self, prompt: Sequence[int]) -> "TextStream":
-        """A decoder for the tokens generated after `prompt`."""
-        return TextStream(self.decode, self._special, prompt[-CONTEXT_TOKENS:])
+    def stream(self, context: Sequence[int]) -> "TextStream":
+        """A decoder for the tokens generated after `context`, the prompt's last `CONTEXT_TOKENS` tokens."""
+        return TextStream(self.decode, self._special, context)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         if self._backend is not None:
             return list(self._backend.encode(text, add_special_tokens=special).ids)
         return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelText:
+    """What the driver knows of a model's language: all that is not weights."""
+
+    tokenizer: Tokenizer
+    end_token_ids: tuple[int, ...]
+    architecture: str
+
+
+def load_model_text(model: str) -> ModelText:
+    """Read it from the checkpoint at path `model`: seconds. Raises `BadConfig`."""
+    checkpoint = find_checkpoint(model)
+    return ModelText(
+        tokenizer=Tokenizer(checkpoint),
+        end_token_ids=end_token_ids(checkpoint),
+        architecture=checkpoint.architecture,
+    )
 
 
 class TextStream:

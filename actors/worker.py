@@ -210,6 +210,10 @@ class WorkerActor:
         """None while it is not ready: for a driver that has restarted and looks for its workers by name."""
         return None if self._process is None else self._process.endpoint
 
+    async def life(self) -> None:
+        """Never returns: the call fails when the process ends, which is how Ray tells the driver of it."""
+        await asyncio.Event().wait()
+
 
 def load_executor_factory(name: str) -> Callable[[RuntimeOptions], Executor]:
     """The function that "module:function" names. Raises `BadConfig` when there is none."""

@@ -1,0 +1,251 @@
+"""The driver: one event queue, and one dull loop around `Control`. Decides nothing.
+
+`DriverHost` needs no Ray: what starts and ends workers is an argument. Everything runs on one event loop, text apart.
+Its `start` does everything again after a restart: workers of an earlier life are adopted, with what they hold.
+
+What is told to `Control` comes from here, from the front end and from the workers' links. What it answers is carried
+out at once, plans first; delivery to clients follows when every event that waited has been handled.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, assert_never
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from microtome.actors.config import ServiceConfig
+from microtome.actors.crew import Crew, WorkerStarter
+from microtome.actors.frontend import FrontEnd
+from microtome.actors.link import DEFAULT_EXECUTOR
+from microtome.actors.report import status_response
+from microtome.actors.requests import ServedModel
+from microtome.actors.text import ModelText, load_model_text
+from microtome.planner.control import Control
+from microtome.planner.errors import BadConfig
+from microtome.planner.events import (
+    Deliver,
+    Event,
+    GiveUpWorker,
+    Instruction,
+    ReleaseWorker,
+    RunStep,
+    SessionAnswer,
+    Tick,
+    WorkerGone,
+)
+from microtome.v1 import generation_pb2 as pb
+from microtome.v1 import generation_pb2_grpc as rpc
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+BIND_TRIES, BIND_PAUSE_S = 20, 0.25  # a restarted driver waits for its own port
+GENERATION = pb.DESCRIPTOR.services_by_name["Generation"].full_name
+
+
+class DriverHost:
+    """One service's driver, on the running event loop."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        secret: str,
+        starter: WorkerStarter,
+        *,
+        failed: Callable[[BaseException], None],
+        ray_address: str = "",
+    ) -> None:
+        """`failed` is called once if the loop itself breaks: the driver is of no use then, and is to be ended."""
+        self._config = config
+        self._failed = failed
+        self._ray_address = ray_address
+        self._control = Control(config.planner)
+        self._crew = Crew(config, secret, starter, post=self.post, now_us=self.now_us)
+        self.front_end = FrontEnd(
+            self, self._text_loader(), retain_s=config.service.retain_s, retain_tokens=config.service.retain_tokens
+        )
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._events: deque[Event] = deque()
+        self._posted = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._began_us = self.now_us()
+        self._finished = 0
+        self.loop_us = 0  # spent handling events, in all
+        self.port = 0
+
+    # --- life ---
+
+    async def start(self, *, restarted: bool = False) -> None:
+        """Serve. Raises `BadConfig` when the port cannot be had. Workers start behind it: see `wait_ready`."""
+        await self._serve(tries=BIND_TRIES if restarted else 1)
+        self._tasks = [self._task(self._loop()), self._task(self._tick()), self._task(self._watch_health())]
+        await self._crew.adopt()
+        self._crew.fill()
+
+    async def wait_ready(self) -> None:
+        """Until as many workers as configured can take work. Raises what kept the first one from starting."""
+        await self.front_end.text()
+        await self._crew.wait_ready()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """End the service: clients first, then the loop, then the workers."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        await self._end_tasks()
+        await self._crew.stop()
+        self.front_end.close()
+
+    async def leave(self) -> None:
+        """Stop serving and leave the workers as they are, as a driver that dies does."""
+        if self._server is not None:
+            await self._server.stop(0)
+        await self._end_tasks()
+        await self._crew.leave()
+        self.front_end.close()
+
+    # --- what the front end needs ---
+
+    def post(self, event: Event) -> None:
+        self._events.append(event)
+        self._posted.set()
+
+    def now_us(self) -> int:
+        return time.monotonic_ns() // 1000
+
+    async def model(self) -> ServedModel:
+        capability = await self._crew.capability()
+        text = await self.front_end.text()
+        limit = self._config.planner.max_session_tokens
+        return ServedModel(
+            name=self._config.model,
+            fingerprint=capability.fingerprint,
+            vocab_size=capability.vocab_size,
+            context_tokens=min(capability.max_session_tokens, limit or capability.max_session_tokens),
+            end_token_ids=() if text is None else text.end_token_ids,
+            has_chat_template=text is not None and text.tokenizer.has_chat_template,
+            architecture="" if text is None else text.architecture,
+        )
+
+    # --- the loop ---
+
+    async def _loop(self) -> None:
+        while True:
+            await self._posted.wait()
+            self._posted.clear()
+            begin = time.perf_counter_ns()
+            deliveries: list[Deliver] = []
+            while self._events:
+                event = self._events.popleft()
+                for instruction in self._control.handle(event):
+                    self._carry_out(instruction, deliveries)
+                if isinstance(event, WorkerGone):
+                    self._crew.lost(event.worker, event.incarnation, event.cause)
+            if deliveries:
+                self.front_end.deliver(deliveries)
+            self.loop_us += (time.perf_counter_ns() - begin) // 1000
+
+    def _carry_out(self, instruction: Instruction, deliveries: list[Deliver]) -> None:
+        match instruction:
+            case RunStep(worker=worker, plan=plan):
+                self._crew.send(worker, plan)
+            case Deliver():
+                deliveries.append(instruction)
+            case GiveUpWorker(worker=worker, incarnation=incarnation, cause=cause):
+                self._crew.lost(worker, incarnation, cause)
+            case ReleaseWorker(worker=worker):
+                self._crew.released(worker)
+            case SessionAnswer():
+                raise AssertionError("a session was answered that nobody asked for")
+            case _:
+                assert_never(instruction)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self.now_us()
+            self.post(Tick(at_us=now))
+            self.front_end.streams.prune(now)
+
+    async def _watch_health(self) -> None:
+        """Serving means: a worker can take work."""
+        shown = None
+        while True:
+            serving = self._crew.ready > 0
+            if serving is not shown:
+                shown = serving
+                status = (
+                    health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+                )
+                for service in ("", GENERATION):
+                    await self._health.set(service, status)
+            await asyncio.sleep(TICK_S)
+
+    # --- serving ---
+
+    async def _serve(self, tries: int) -> None:
+        service = self._config.service
+        for left in reversed(range(tries)):
+            server = grpc.aio.server(
+                options=(
+                    ("grpc.so_reuseport", 0),  # a port in use is refused, not shared
+                    ("grpc.max_receive_message_length", service.max_request_bytes),
+                    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+                    ("grpc.http2.max_ping_strikes", 0),
+                    ("grpc.keepalive_permit_without_calls", 1),
+                )
+            )
+            rpc.add_GenerationServicer_to_server(self.front_end, server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            reflection.enable_server_reflection((GENERATION, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            try:
+                self.port = server.add_insecure_port(f"{service.host}:{service.port}")
+            except RuntimeError as error:
+                if not left:
+                    raise BadConfig(f"port {service.port} on {service.host} cannot be bound: it is in use") from error
+                await asyncio.sleep(BIND_PAUSE_S)
+                continue
+            await server.start()
+            self._server = server
+            return
+
+    def _text_loader(self) -> Callable[[], ModelText] | None:
+        """Our own executor needs a checkpoint; another one's model may be no file at all, and has no text then."""
+        model = self._config.runtime.model
+        if self._config.workers.executor != DEFAULT_EXECUTOR and not Path(model).exists():
+            return None
+        return lambda: load_model_text(model)
+
+    def _task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("the driver's loop broke", exc_info=error)
+            self._failed(error)
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- status ---
+
+    def status(self) -> pb.StatusResponse:
+        return status_response(
+            self._control.status(),
+            self._crew.members,
+            service=self._config.service.name,
+            version=version("microtome"),
+            uptime_ms=(self.now_us() - self._began_us) // 1000,
+            ray_address=self._ray_address,
+        )

@@ -1,0 +1,239 @@
+"""The clients' end of the service: checks and translates calls, posts events, streams what `Control` emits.
+
+Decides nothing. A call is checked whole before its one event is posted, so a refused call has changed nothing. Text is
+tokenized and decoded on threads of its own; the rest runs on the driver's event loop. A client that hangs up is
+cancelled at once, unless its generation is resumable.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+
+from microtome.actors.requests import (
+    ServedModel,
+    check_numbers,
+    check_prompt,
+    generation_options,
+    text_prompt,
+)
+from microtome.actors.status import status_of
+from microtome.actors.streams import Listener, Stream, Streams
+from microtome.actors.text import CONTEXT_TOKENS, ModelText, TextStream
+from microtome.planner.errors import BadInput, BatchingError, UnknownId
+from microtome.planner.events import Cancel, Deliver, Event, Submit
+from microtome.planner.types import FinishReason, GenerationId
+from microtome.v1 import generation_pb2 as pb
+from microtome.v1 import generation_pb2_grpc as rpc
+
+TOKENIZER_THREADS = 2
+SEED_BITS = 64
+
+GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+
+class Host(Protocol):
+    """What the front end needs of the driver."""
+
+    def post(self, event: Event) -> None:
+        """Queue the event for `Control`. Never blocks."""
+
+    def now_us(self) -> int: ...
+
+    async def model(self) -> ServedModel:
+        """Waits while no worker has ever said what it serves."""
+
+    def status(self) -> pb.StatusResponse: ...
+
+
+class FrontEnd(rpc.GenerationServicer):
+    """The `Generation` service."""
+
+    def __init__(
+        self, host: Host, load_text: Callable[[], ModelText] | None, *, retain_s: float, retain_tokens: int
+    ) -> None:
+        """Begins to load the text side at once, on the text thread: what is decoded waits behind it.
+
+        `load_text` None: prompts are token ids, and responses have no text.
+        """
+        self._host = host
+        self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
+        self._decoder = ThreadPoolExecutor(1, "detokenize")  # one thread: a stream's pieces stay in order
+        self._loading = None if load_text is None else self._decoder.submit(load_text)
+        self.streams = Streams(int(retain_s * 1e6), retain_tokens)
+        self.text_us = 0  # spent decoding text, all streams
+        self.on_end: Callable[[Stream], None] = lambda stream: None
+
+    def close(self) -> None:
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+        self._decoder.shutdown(wait=False, cancel_futures=True)
+
+    async def text(self) -> ModelText | None:
+        """The text side, once it is loaded. None: there is none. Raises what loading raised."""
+        return None if self._loading is None else await asyncio.wrap_future(self._loading)
+
+    # --- from the driver ---
+
+    def deliver(self, deliveries: Sequence[Deliver]) -> None:
+        """Hand tokens to their streams. Those of generations that nobody knows any more are dropped."""
+        known = [(stream, d) for d in deliveries if (stream := self.streams.find_running(d.generation)) is not None]
+        if not known:
+            return
+        if self._loading is None:
+            self._arrived([(stream, d, [""] * len(d.tokens), "") for stream, d in known])
+            return
+        loop = asyncio.get_running_loop()
+        self._decoder.submit(self._decode, known, loop)
+
+    def _decode(self, deliveries: list[tuple[Stream, Deliver]], loop: asyncio.AbstractEventLoop) -> None:
+        """On the text thread."""
+        begin = time.perf_counter_ns()
+        assert self._loading is not None
+        tokenizer = self._loading.result().tokenizer
+        for stream, _ in deliveries:
+            if stream.text is None and not stream.ended:
+                stream.text = tokenizer.stream(stream.context)
+        arrived = [(stream, d, *decode(stream.text, d)) for stream, d in deliveries]
+        spent_us = (time.perf_counter_ns() - begin) // 1000
+        loop.call_soon_threadsafe(self._arrived, arrived, spent_us)
+
+    def _arrived(self, arrived: list[tuple[Stream, Deliver, list[str], str]], spent_us: int = 0) -> None:
+        self.text_us += spent_us
+        now = self._host.now_us()
+        for stream, d, pieces, tail in arrived:
+            # A rebuilt driver may tell again what a stream has: offsets say so.
+            known = stream.length - d.offset
+            assert known >= 0, f"generation {d.generation} jumps from {stream.length} tokens to {d.offset}"
+            if d.tokens and stream.first_us is None:
+                stream.first_us = now
+            stream.append(d.tokens[known:], pieces[known:])
+            if d.finish is not None and not stream.ended:
+                stream.end(d.finish, tail, d.usage, d.error)
+                self.streams.ended(stream, now)
+                self.on_end(stream)
+
+    # --- calls ---
+
+    async def Generate(self, request: pb.GenerateRequest, context: GenerateContext) -> None:
+        try:
+            stream = await self._submit(request, context)
+        except BatchingError as error:
+            await _abort(context, error)
+        await self._follow(stream, stream.listen(0), context)
+
+    async def Resume(self, request: pb.ResumeRequest, context: GenerateContext) -> None:
+        try:
+            stream = self.streams.find(request.generation_id)
+            if stream is None:
+                raise UnknownId(f"no generation {request.generation_id[:64]!r} is running or kept")
+            listener = stream.listen(request.offset)
+        except BatchingError as error:
+            await _abort(context, error)
+        await self._follow(stream, listener, context)
+
+    async def Cancel(
+        self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[pb.CancelRequest, pb.CancelResponse]
+    ) -> pb.CancelResponse:
+        stream = self.streams.find_running(request.generation_id)
+        if stream is None:
+            await _abort(context, UnknownId(f"no generation {request.generation_id[:64]!r} is running"))
+        self._cancel(stream)
+        return pb.CancelResponse()
+
+    async def GetModel(
+        self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext[pb.GetModelRequest, pb.GetModelResponse]
+    ) -> pb.GetModelResponse:
+        model = await self._host.model()
+        return pb.GetModelResponse(
+            name=model.name,
+            fingerprint=model.fingerprint,
+            vocab_size=model.vocab_size,
+            context_tokens=model.context_tokens,
+            end_token_ids=model.end_token_ids,
+            has_chat_template=model.has_chat_template,
+            architecture=model.architecture,
+        )
+
+    async def Status(
+        self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[pb.StatusRequest, pb.StatusResponse]
+    ) -> pb.StatusResponse:
+        return self._host.status()
+
+    # --- one generation ---
+
+    async def _submit(self, request: pb.GenerateRequest, context: GenerateContext) -> Stream:
+        model = await self._host.model()
+        check_numbers(request, model)
+        prompt = await self._prompt(request)
+        check_prompt(prompt, model)
+        generation = GenerationId(request.generation_id or secrets.token_hex(16))
+        if generation in self.streams:  # after the last wait: two calls cannot both pass
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"generation id {generation!r} is in use")
+        seed = request.seed if request.HasField("seed") else secrets.randbits(SEED_BITS)
+        now = self._host.now_us()
+        remaining = context.time_remaining()
+        deadline = None if remaining is None else now + int(remaining * 1e6)
+        options = generation_options(request, model, len(prompt), seed, deadline)
+        stream = Stream(
+            generation,
+            seed=seed,
+            prompt_tokens=len(prompt),
+            context=tuple(prompt[-CONTEXT_TOKENS:]),
+            resumable=request.resumable,
+            created_us=now,
+        )
+        self.streams.add(stream)
+        self._host.post(Submit(at_us=now, generation=generation, prompt=tuple(prompt), options=options))
+        return stream
+
+    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
+        prompt = text_prompt(request)
+        if prompt is None:
+            return request.token_ids.ids
+        text = await self.text()
+        if text is None:
+            raise BadInput("this service has no tokenizer: the prompt must be token ids")
+        loop = asyncio.get_running_loop()
+        if isinstance(prompt, str):
+            return await loop.run_in_executor(self._encoders, text.tokenizer.encode, prompt)
+        return await loop.run_in_executor(self._encoders, text.tokenizer.encode_chat, prompt)
+
+    async def _follow(self, stream: Stream, listener: Listener, context: GenerateContext) -> None:
+        try:
+            while (message := await listener.next()) is not None:
+                await context.write(message)
+                if message.finish_reason:
+                    return
+        except BatchingError as error:
+            await _abort(context, error)
+        finally:
+            # Reached by every way out: the client hung up (this task is cancelled), or a write failed.
+            if listener.newest and not stream.ended and not stream.resumable:
+                self._cancel(stream)
+        await context.abort(grpc.StatusCode.ABORTED, "a later call has taken the generation over")
+
+    def _cancel(self, stream: Stream) -> None:
+        self._host.post(Cancel(at_us=self._host.now_us(), generation=stream.generation))
+
+
+def decode(text: TextStream | None, delivery: Deliver) -> tuple[list[str], str]:
+    """The text that each token adds, and what was held back when it ends. A stop token has no text."""
+    assert text is not None
+    shown = delivery.tokens
+    if delivery.finish is FinishReason.STOP:
+        shown = shown[:-1]
+    pieces = [text.push((token,)) for token in shown]
+    pieces += [""] * (len(delivery.tokens) - len(shown))
+    return pieces, text.finish() if delivery.finish is not None else ""
+
+
+async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BatchingError) -> NoReturn:
+    """End the call with the status that the error stands for."""
+    status = status_of(error)
+    await context.abort(status.code, status.details, status.trailing)
+    raise AssertionError("abort has raised")

@@ -1,0 +1,56 @@
+"""Everything of Ray that we use and that is no public name, for `ray==2.60.*`; one test each.
+
+Calls need a connection to a cluster, but the one about loopback. Blocking, a few milliseconds each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._private.state import actors, available_resources_per_node, state, total_resources_per_node
+from ray.util.placement_group import PlacementGroup
+
+
+@dataclass(frozen=True, slots=True)
+class ActorFacts:
+    """What the cluster knows of one actor."""
+
+    state: str  # "ALIVE", "RESTARTING", "DEAD", or on the way to the first
+    pid: int  # 0: it has no process yet
+    node_address: str
+
+
+def actor_facts(actor: Any) -> ActorFacts | None:
+    """Of the actor behind a handle; None when the cluster has forgotten it."""
+    found = actors(actor._actor_id.hex())
+    if not found:
+        return None
+    return ActorFacts(found["State"], int(found["Pid"]), found["Address"]["IPAddress"])
+
+
+def resources_per_node() -> Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]:
+    """Node id to (free, total) resources. `ray.nodes()` knows the totals only."""
+    free, total = available_resources_per_node(), total_resources_per_node()
+    return {node: (free.get(node, {}), total[node]) for node in total}
+
+
+def draining_nodes() -> Mapping[str, int]:
+    """Node id to deadline, in milliseconds since 1970; 0: no deadline. `ray.nodes()` never shows it."""
+    return dict(state.get_draining_nodes())
+
+
+def placement_group_by_id(group_id: str) -> PlacementGroup:
+    """A handle made from the hex id of `placement_group_table`, which public calls give by name and namespace only."""
+    return PlacementGroup(ray._raylet.PlacementGroupID(bytes.fromhex(group_id)))
+
+
+def binds_to_loopback() -> bool:
+    """Whether a Ray started by this process keeps to 127.0.0.1; decided by the environment when ray is imported."""
+    return not ray_constants.ENABLE_RAY_CLUSTER
+
+
+def bind_to_loopback() -> None:
+    """Make it so although ray has been imported already. Children read the environment variable by themselves."""
+    ray_constants.ENABLE_RAY_CLUSTER = False

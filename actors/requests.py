@@ -1,0 +1,111 @@
+"""A client's `GenerateRequest` checked and put into the planner's words.
+
+Pure: no clock, no socket. Everything wrong with a request is one `BadInput` whose sentence names the value and the
+limit, raised before anything changes. Widths count tokens.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from microtome.actors.text import Message
+from microtome.planner.errors import BadInput
+from microtome.planner.types import GenerationOptions, SamplingParams
+from microtome.v1 import generation_pb2 as pb
+
+DEFAULT_NEW_TOKENS = 256
+LONGEST_ID = 128  # characters of a caller's own generation id
+LONGEST_SHOWN = 40  # characters of a refused text value that a message repeats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What clients are told of the model, and what their requests are checked against."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    context_tokens: int  # prompt and output of one generation together
+    end_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    architecture: str  # empty: the executor names none
+
+
+def check_numbers(request: pb.GenerateRequest, model: ServedModel) -> None:
+    """Everything that can be checked before the prompt is tokenized. Raises `BadInput`."""
+    if request.HasField("max_new_tokens") and request.max_new_tokens < 1:
+        raise BadInput(f"max_new_tokens {request.max_new_tokens} is below 1")
+    if request.HasField("temperature"):
+        value = request.temperature
+        if not (math.isfinite(value) and value >= 0):
+            raise BadInput(f"temperature {value:g} is not a number of 0 or more")
+    if request.HasField("top_k") and request.top_k > model.vocab_size:
+        raise BadInput(f"top_k {request.top_k} is above the vocabulary size {model.vocab_size}")
+    if request.HasField("top_p") and not 0 < request.top_p <= 1:  # false for nan
+        raise BadInput(f"top_p {request.top_p:g} is not above 0 and at most 1")
+    if request.HasField("min_p") and not 0 <= request.min_p <= 1:
+        raise BadInput(f"min_p {request.min_p:g} is not in 0 to 1")
+    _check_ids("stop token", request.stop_token_ids, model)
+    name = request.generation_id
+    if len(name) > LONGEST_ID or not name.isprintable():
+        raise BadInput(f"generation id {name[:LONGEST_SHOWN]!r} is not at most {LONGEST_ID} printable characters")
+
+
+def text_prompt(request: pb.GenerateRequest) -> str | list[Message] | None:
+    """The prompt where it is text or a chat, still to be tokenized; None: it is token ids. Raises `BadInput`."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            if not request.text:
+                raise BadInput("the prompt is empty: it needs 1 character or more")
+            return request.text
+        case "chat":
+            if not request.chat.messages:
+                raise BadInput("the chat is empty: it needs 1 message or more")
+            return [Message(message.role, message.content) for message in request.chat.messages]
+        case "token_ids":
+            return None
+        case _:
+            raise BadInput("the request has no prompt: give it text, a chat or token ids")
+
+
+def check_prompt(prompt: Sequence[int], model: ServedModel) -> None:
+    """Raises `BadInput` for a prompt that is empty, longer than the context, or not of this vocabulary."""
+    if not prompt:
+        raise BadInput("the prompt is empty: it needs 1 token or more")
+    if len(prompt) >= model.context_tokens:
+        raise BadInput(
+            f"the prompt has {len(prompt)} tokens, and {model.context_tokens - 1} is the limit: the context holds "
+            f"{model.context_tokens}, one of them generated"
+        )
+    _check_ids("token", prompt, model)
+
+
+def generation_options(
+    request: pb.GenerateRequest, model: ServedModel, prompt_tokens: int, seed: int, deadline_us: int | None
+) -> GenerationOptions:
+    """What the planner is asked for. The output never goes past the end of the context."""
+    room = model.context_tokens - prompt_tokens
+    wanted = request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
+    end_tokens = () if request.ignore_eos else model.end_token_ids
+    return GenerationOptions(
+        max_new_tokens=min(wanted, room),
+        sampling=SamplingParams(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p if request.HasField("top_p") else 1.0,
+            min_p=request.min_p,
+            seed=seed,
+            prompt_tokens=prompt_tokens,
+        ),
+        stop_token_ids=tuple(sorted({*end_tokens, *request.stop_token_ids})),
+        priority=request.priority,
+        deadline_us=deadline_us,
+    )
+
+
+def _check_ids(what: str, ids: Iterable[int], model: ServedModel) -> None:
+    for place, token in enumerate(ids):
+        if token >= model.vocab_size:
+            raise BadInput(
+                f"{what} id {token} (number {place + 1}) is not below the vocabulary size {model.vocab_size}"
+            )

@@ -1,0 +1,231 @@
+"""The driver's loop and its front end, over real gRPC, in one process: what clients see."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from microtome.planner.types import SamplingParams
+from microtome.v1 import generation_pb2 as pb
+from tests.support.fake_model import generate
+from tests.support.in_process import Service, fake_config, in_process
+
+VOCABULARY = 1000
+
+
+def request(prompt: list[int], **settings: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **settings)
+
+
+def undisturbed(prompt: list[int], max_new_tokens: int, seed: int = 0, temperature: float = 0.0) -> list[int]:
+    sampling = SamplingParams(seed=seed, temperature=temperature, prompt_tokens=len(prompt))
+    return generate(prompt, sampling, max_new_tokens, (), VOCABULARY)
+
+
+async def collect(service: Service, asked: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return await rest_of(service.stub.Generate(asked))
+
+
+async def rest_of(call: Any) -> list[pb.GenerateResponse]:
+    """What is still to come on a call that may have been read from. Raises the status it ends with."""
+    responses: list[pb.GenerateResponse] = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        responses.append(response)
+    return responses
+
+
+def tokens_of(responses: list[pb.GenerateResponse]) -> list[int]:
+    """Put together by offset, which must fit without gap or overlap."""
+    tokens: list[int] = []
+    for response in responses:
+        assert response.offset == len(tokens)
+        tokens += response.token_ids
+    return tokens
+
+
+async def until_idle(service: Service) -> pb.StatusResponse:
+    """The status once nothing runs and no cell is used by a session."""
+    while True:
+        status = await service.stub.Status(pb.StatusRequest())
+        if not status.running and not status.waiting and not any(w.cells_used for w in status.workers):
+            return status
+        await asyncio.sleep(0.005)
+
+
+async def test_concurrent_clients_get_the_undisturbed_tokens_and_leave_no_cell_used() -> None:
+    async with in_process(fake_config(workers__count=2)) as service:
+        prompts = [[n + 1, *range(n)] for n in range(40)]
+        answers = await asyncio.gather(*(collect(service, request(p, max_new_tokens=20)) for p in prompts))
+        for prompt, responses in zip(prompts, answers, strict=True):
+            assert tokens_of(responses) == undisturbed(prompt, 20)
+            last = responses[-1]
+            assert last.finish_reason == pb.FINISH_REASON_LENGTH
+            assert (last.usage.prompt_tokens, last.usage.output_tokens) == (len(prompt), 20)
+        status = await until_idle(service)
+        assert status.counters.generations_finished == 40
+        assert status.counters.output_tokens == 800
+        assert sorted(w.state for w in status.workers) == ["ready", "ready"]
+
+
+async def test_seed_is_told_and_repeats_the_tokens() -> None:
+    async with in_process(fake_config()) as service:
+        first = await collect(service, request([1, 2], max_new_tokens=8, temperature=1.0))
+        seed = first[0].seed
+        again = await collect(service, request([1, 2], max_new_tokens=8, temperature=1.0, seed=seed))
+        assert tokens_of(first) == tokens_of(again) == undisturbed([1, 2], 8, seed, 1.0)
+
+
+async def test_client_that_hangs_up_frees_its_cells_within_a_step() -> None:
+    async with in_process(fake_config("fake:step_ms=20", planner__prefix_cache="false")) as service:
+        call = service.stub.Generate(request([1] * 50, max_new_tokens=2000))
+        await call.read()
+        before = await service.stub.Status(pb.StatusRequest())
+        assert before.workers[0].cells_used >= 50
+        call.cancel()
+        status = await until_idle(service)
+        # Sent already when the client hung up: two steps ahead; one more may have been sent while the news travelled.
+        assert status.counters.steps <= before.counters.steps + 4
+        assert status.workers[0].cells_cached == 0
+
+
+async def test_cancelled_generation_ends_with_that_reason_and_its_neighbours_go_on() -> None:
+    async with in_process(fake_config("fake:step_ms=2")) as service:
+        doomed = service.stub.Generate(request([1, 2, 3], max_new_tokens=2000, generation_id="doomed"))
+        neighbour = asyncio.create_task(collect(service, request([4, 5], max_new_tokens=30)))
+        await doomed.read()
+        await service.stub.Cancel(pb.CancelRequest(generation_id="doomed"))
+        responses = await rest_of(doomed)
+        assert responses[-1].finish_reason == pb.FINISH_REASON_CANCELLED
+        assert tokens_of(await neighbour) == undisturbed([4, 5], 30)
+        await until_idle(service)
+
+
+async def test_slow_client_delays_nobody_and_misses_nothing() -> None:
+    async with in_process(fake_config()) as service:
+        slow = service.stub.Generate(request([9], max_new_tokens=3000))
+        first = await slow.read()
+        others = await asyncio.gather(*(collect(service, request([n + 1], max_new_tokens=50)) for n in range(8)))
+        for n, responses in enumerate(others):
+            assert tokens_of(responses) == undisturbed([n + 1], 50)
+        rest = await rest_of(slow)
+        assert tokens_of([first, *rest])[:200] == undisturbed([9], 200)
+        assert rest[-1].usage.output_tokens == 3000
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "sentence"),
+    [
+        (request([]), grpc.StatusCode.INVALID_ARGUMENT, "the prompt is empty: it needs 1 token or more"),
+        (
+            request([1] * 4096),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "the prompt has 4096 tokens, and 4095 is the limit: the context holds 4096, one of them generated",
+        ),
+        (request([1], max_new_tokens=0), grpc.StatusCode.INVALID_ARGUMENT, "max_new_tokens 0 is below 1"),
+        (
+            request([1], temperature=float("nan")),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "temperature nan is not a number of 0 or more",
+        ),
+        (
+            request([1000]),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "token id 1000 (number 1) is not below the vocabulary size 1000",
+        ),
+        (request([1], priority=1001), grpc.StatusCode.INVALID_ARGUMENT, "priority 1001 is not in -1000 to 1000"),
+        (
+            pb.GenerateRequest(text="hello"),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "this service has no tokenizer: the prompt must be token ids",
+        ),
+    ],
+)
+async def test_refused_request_is_one_sentence_and_changes_nothing(
+    asked: pb.GenerateRequest, code: grpc.StatusCode, sentence: str
+) -> None:
+    async with in_process(fake_config()) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await collect(service, asked)
+        assert (refused.value.code(), refused.value.details()) == (code, sentence)
+        status = await service.stub.Status(pb.StatusRequest())
+        assert (status.running, status.waiting, status.counters.generations_started) == (0, 0, 0)
+        assert tokens_of(await collect(service, request([1], max_new_tokens=3))) == undisturbed([1], 3)
+
+
+async def test_unknown_and_doubled_generation_ids_are_told_apart() -> None:
+    async with in_process(fake_config("fake:step_ms=5")) as service:
+        for call in (
+            service.stub.Cancel(pb.CancelRequest(generation_id="nobody")),
+            service.stub.Resume(pb.ResumeRequest(generation_id="nobody")).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+            assert "'nobody'" in str(refused.value.details())
+        running = service.stub.Generate(request([1], max_new_tokens=500, generation_id="mine"))
+        await running.read()
+        with pytest.raises(grpc.aio.AioRpcError) as doubled:
+            await collect(service, request([2], generation_id="mine"))
+        assert doubled.value.code() == grpc.StatusCode.ALREADY_EXISTS
+        assert doubled.value.details() == "generation id 'mine' is in use"
+        running.cancel()
+
+
+async def test_deadline_of_the_call_ends_its_generation() -> None:
+    async with in_process(fake_config("fake:step_ms=20")) as service:
+        with pytest.raises(grpc.aio.AioRpcError) as expired:
+            await rest_of(service.stub.Generate(request([1], max_new_tokens=2000), timeout=0.3))
+        assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await until_idle(service)
+
+
+async def test_resumable_generation_goes_on_without_its_client_and_is_resumed_at_any_offset() -> None:
+    async with in_process(fake_config("fake:step_ms=1")) as service:
+        call = service.stub.Generate(request([1, 2], max_new_tokens=60, generation_id="g", resumable=True))
+        first = await call.read()
+        call.cancel()
+        expected = undisturbed([1, 2], 60)
+        for offset in (len(first.token_ids), 0, 59, 60):
+            resumed = await rest_of(service.stub.Resume(pb.ResumeRequest(generation_id="g", offset=offset)))
+            assert resumed[0].offset == offset
+            assert [token for r in resumed for token in r.token_ids] == expected[offset:]
+            assert resumed[-1].finish_reason == pb.FINISH_REASON_LENGTH
+            assert resumed[-1].usage.output_tokens == 60
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await service.stub.Resume(pb.ResumeRequest(generation_id="g", offset=61)).read()
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_later_resume_takes_the_stream_over_and_the_earlier_one_is_told() -> None:
+    async with in_process(fake_config("fake:step_ms=5")) as service:
+        first = service.stub.Generate(request([3], max_new_tokens=80, generation_id="g"))
+        begun = await first.read()
+        second = service.stub.Resume(pb.ResumeRequest(generation_id="g", offset=0))
+        taken = await rest_of(second)
+        assert tokens_of(taken) == undisturbed([3], 80)
+        with pytest.raises(grpc.aio.AioRpcError) as over:
+            await rest_of(first)
+        assert over.value.code() == grpc.StatusCode.ABORTED
+        assert len(begun.token_ids) >= 1
+
+
+async def test_dead_worker_costs_no_token_and_is_replaced() -> None:
+    async with in_process(fake_config("fake:step_ms=3", workers__count=2)) as service:
+        prompts = [[n + 1, n + 2] for n in range(12)]
+        running = [asyncio.create_task(collect(service, request(p, max_new_tokens=100))) for p in prompts]
+        while (await service.stub.Status(pb.StatusRequest())).counters.output_tokens < 300:
+            await asyncio.sleep(0.005)
+        await service.workers.kill(next(iter(service.workers.processes)))
+        for prompt, task in zip(prompts, running, strict=True):
+            assert tokens_of(await task) == undisturbed(prompt, 100)
+        await service.host.wait_ready()
+        status = await until_idle(service)
+        assert sorted((w.name, w.state) for w in status.workers) == [
+            ("worker-1", "lost"),
+            ("worker-2", "ready"),
+            ("worker-3", "ready"),
+        ]
+        lost = next(w for w in status.workers if w.state == "lost")
+        assert "killed by the test" in lost.cause

@@ -1,0 +1,147 @@
+"""A request is checked whole before anything changes, and what is wrong with it is one sentence with both numbers."""
+
+import pytest
+
+from microtome.actors.requests import (
+    DEFAULT_NEW_TOKENS,
+    ServedModel,
+    check_numbers,
+    check_prompt,
+    generation_options,
+    text_prompt,
+)
+from microtome.actors.text import Message
+from microtome.planner.errors import BadInput
+from microtome.v1 import generation_pb2 as pb
+
+MODEL = ServedModel(
+    name="toy",
+    fingerprint="f" * 64,
+    vocab_size=100,
+    context_tokens=64,
+    end_token_ids=(2, 7),
+    has_chat_template=True,
+    architecture="llama",
+)
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (pb.GenerateRequest(max_new_tokens=0), "max_new_tokens 0 is below 1"),
+        (pb.GenerateRequest(temperature=-0.5), "temperature -0.5 is not a number of 0 or more"),
+        (pb.GenerateRequest(temperature=float("nan")), "temperature nan is not a number of 0 or more"),
+        (pb.GenerateRequest(temperature=float("inf")), "temperature inf is not a number of 0 or more"),
+        (pb.GenerateRequest(top_k=101), "top_k 101 is above the vocabulary size 100"),
+        (pb.GenerateRequest(top_p=0), "top_p 0 is not above 0 and at most 1"),
+        (pb.GenerateRequest(top_p=1.5), "top_p 1.5 is not above 0 and at most 1"),
+        (pb.GenerateRequest(top_p=float("nan")), "top_p nan is not above 0 and at most 1"),
+        (pb.GenerateRequest(min_p=-0.1), "min_p -0.1 is not in 0 to 1"),
+        (pb.GenerateRequest(min_p=float("nan")), "min_p nan is not in 0 to 1"),
+        (
+            pb.GenerateRequest(stop_token_ids=[1, 100]),
+            "stop token id 100 (number 2) is not below the vocabulary size 100",
+        ),
+        (pb.GenerateRequest(generation_id="a\nb"), "generation id 'a\\nb' is not at most 128 printable characters"),
+        (
+            pb.GenerateRequest(generation_id="x" * 129),
+            f"generation id '{'x' * 40}' is not at most 128 printable characters",
+        ),
+    ],
+)
+def test_number_out_of_range_is_refused_with_value_and_limit(request_: pb.GenerateRequest, sentence: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        check_numbers(request_, MODEL)
+    assert str(refused.value) == sentence
+
+
+def test_numbers_at_their_limits_are_taken() -> None:
+    check_numbers(pb.GenerateRequest(), MODEL)
+    check_numbers(
+        pb.GenerateRequest(
+            max_new_tokens=1,
+            temperature=0,
+            top_k=100,
+            top_p=1,
+            min_p=1,
+            stop_token_ids=[99],
+            generation_id="x" * 128,
+        ),
+        MODEL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        (pb.GenerateRequest(), "the request has no prompt: give it text, a chat or token ids"),
+        (pb.GenerateRequest(text=""), "the prompt is empty: it needs 1 character or more"),
+        (pb.GenerateRequest(chat=pb.Chat()), "the chat is empty: it needs 1 message or more"),
+    ],
+)
+def test_prompt_that_holds_nothing_is_refused(request_: pb.GenerateRequest, sentence: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        text_prompt(request_)
+    assert str(refused.value) == sentence
+
+
+def test_prompt_forms_are_told_apart() -> None:
+    assert text_prompt(pb.GenerateRequest(text="a")) == "a"
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert text_prompt(pb.GenerateRequest(chat=chat)) == [Message("user", "hi")]
+    assert text_prompt(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[]))) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ([], "the prompt is empty: it needs 1 token or more"),
+        (
+            [1] * 64,
+            "the prompt has 64 tokens, and 63 is the limit: the context holds 64, one of them generated",
+        ),
+        ([1, 2, 100], "token id 100 (number 3) is not below the vocabulary size 100"),
+    ],
+)
+def test_prompt_outside_context_or_vocabulary_is_refused(prompt: list[int], sentence: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        check_prompt(prompt, MODEL)
+    assert str(refused.value) == sentence
+
+
+def test_prompt_that_leaves_room_for_one_token_is_taken() -> None:
+    check_prompt([99] * 63, MODEL)
+    assert generation_options(pb.GenerateRequest(), MODEL, 63, 0, None).max_new_tokens == 1
+
+
+def test_output_is_bounded_by_default_and_by_the_context() -> None:
+    wide = ServedModel(
+        name="toy",
+        fingerprint="f",
+        vocab_size=100,
+        context_tokens=1000,
+        end_token_ids=(),
+        has_chat_template=False,
+        architecture="",
+    )
+    assert generation_options(pb.GenerateRequest(), wide, 10, 0, None).max_new_tokens == DEFAULT_NEW_TOKENS
+    assert generation_options(pb.GenerateRequest(), MODEL, 10, 0, None).max_new_tokens == 54
+    assert generation_options(pb.GenerateRequest(max_new_tokens=500), MODEL, 10, 0, None).max_new_tokens == 54
+    assert generation_options(pb.GenerateRequest(max_new_tokens=5), MODEL, 10, 0, None).max_new_tokens == 5
+
+
+def test_models_own_end_tokens_stop_unless_they_are_ignored() -> None:
+    both = pb.GenerateRequest(stop_token_ids=[9, 2])
+    assert generation_options(both, MODEL, 1, 0, None).stop_token_ids == (2, 7, 9)
+    both.ignore_eos = True
+    assert generation_options(both, MODEL, 1, 0, None).stop_token_ids == (2, 9)
+
+
+def test_sampling_is_handed_on_as_it_was_asked_for() -> None:
+    request = pb.GenerateRequest(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, priority=-2)
+    options = generation_options(request, MODEL, 4, 2**64 - 1, 12345)
+    sampling = options.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.25, 0.125)
+    assert (sampling.seed, options.priority, options.deadline_us) == (2**64 - 1, -2, 12345)
+    greedy = generation_options(pb.GenerateRequest(), MODEL, 4, 0, None).sampling
+    assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.min_p) == (0.0, 0, 1.0, 0.0)
