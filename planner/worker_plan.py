@@ -10,12 +10,12 @@ at every resident. Cells, widths and positions count tokens.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from microtome.planner.cells import CellPlan, CellTable
 from microtome.planner.config import PlannerConfig
 from microtome.planner.generations import Generation, Rank
 from microtome.planner.policies import POLICIES
+from microtome.planner.prefix import PrefixCache
 from microtome.planner.pressure import by_seniority, most_junior
 from microtome.planner.resident import Resident, decode_input
 from microtome.planner.sessions import Session
@@ -40,9 +40,6 @@ from microtome.planner.types import (
     TruncateSequence,
     WorkerId,
 )
-
-if TYPE_CHECKING:
-    from microtome.planner.prefix import PrefixCache
 
 _DECODE_FLAGS = int(InputFlag.WANTS_OUTPUT | InputFlag.FEEDBACK)
 _WANTS_OUTPUT = int(InputFlag.WANTS_OUTPUT)
@@ -88,7 +85,7 @@ class WorkerPlan:
             capability.usable_cells, capability.max_session_tokens, config.max_session_tokens or capability.usable_cells
         )
         self.table = CellTable(capability.usable_cells, capability.max_sequences)
-        self.prefix: PrefixCache | None = None
+        self.prefix = PrefixCache(self.table) if config.prefix_cache else None
         self.slicer = CheapestPlanner(capability.table)
         self.scheduler = POLICIES[config.policy](
             max_batch_tokens=self.limits.max_batch_tokens,
@@ -146,7 +143,7 @@ class WorkerPlan:
 
     def cached_tokens(self, session: Session) -> int:
         """How many of the transcript's first tokens lie in the prefix cache."""
-        return len(self.prefix.match(self.prefix_key(session), session.transcript)) if self.prefix else 0
+        return self.prefix.peek(self.prefix_key(session), session.transcript) if self.prefix else 0
 
     # --- coming and going ---
 
