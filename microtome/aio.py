@@ -148,13 +148,14 @@ class AsyncClient:
     def _cancel_unwaited(self, generation_id: str) -> None:
         """Send a `Cancel` and wait for its answer in `close` at the latest."""
 
-        async def cancel() -> None:
-            with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, ClientClosed):
-                stub = generation_pb2_grpc.GenerationStub(self._connection())
-                await stub.Cancel(pb.CancelRequest(generation_id=generation_id), timeout=CANCEL_S)
+        async def answer(call: Any) -> None:
+            with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
+                await call
 
         if not self._closed:
-            cancelling = asyncio.get_running_loop().create_task(cancel())
+            stub: Any = generation_pb2_grpc.GenerationStub(self._connection())
+            call = stub.Cancel(pb.CancelRequest(generation_id=generation_id), timeout=CANCEL_S)
+            cancelling = asyncio.get_running_loop().create_task(answer(call))
             self._cancelling.add(cancelling)
             cancelling.add_done_callback(self._cancelling.discard)
 

@@ -101,9 +101,13 @@ class Call:
 
     def error_of(self, failure: RpcFailure) -> MicrotomeError:
         code, details = failure.code(), (failure.details() or "").strip()
+        if details.startswith("Stream removed (") and details.endswith(")"):  # gRPC, around its own words
+            details = details[len("Stream removed (") : -1]
         if code is grpc.StatusCode.UNAVAILABLE:
             return Unavailable(self._unavailable(details), code.name)
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED and details in ("", "Deadline Exceeded"):  # gRPC's own words
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and (
+            not details or "Deadline Exceeded" in details
+        ):  # gRPC's words
             details = f"no answer from {self._address} within {self._timeout_s or 0:g} s"
             if self._so_far():
                 details = f"the generation took longer than {self._timeout_s or 0:g} s; {self._so_far()} had come"
@@ -136,23 +140,27 @@ class Readiness:
     def __init__(self, address: str, timeout_s: float) -> None:
         self._call = Call(address, Retry(), timeout_s)
         self._address, self._timeout_s = address, timeout_s
+        self._reason = ""  # why it was not ready when we last looked
 
     def check_timeout_s(self) -> float:
         return min(self.CHECK_S, self._call.remaining_s() or 0.0)
 
     def not_serving(self) -> float:
-        return self._again(f"the service at {self._address} is not ready")
+        self._reason = f"the service at {self._address} is not ready"
+        return self._again()
 
     def failed(self, failure: RpcFailure) -> float:
         """Raises at once when waiting cannot help: no health service there, or this caller may not ask."""
         error = self._call.error_of(failure)
         if not isinstance(error, Unavailable | DeadlineExceeded):
             raise error
-        return self._again(str(error))
+        if isinstance(error, Unavailable) or not self._reason:  # a check cut short by the deadline tells nothing new
+            self._reason = str(error)
+        return self._again()
 
-    def _again(self, reason: str) -> float:
+    def _again(self) -> float:
         if not self._call.remaining_s():
-            raise DeadlineExceeded(f"{reason}; waited {self._timeout_s:g} s", "DEADLINE_EXCEEDED")
+            raise DeadlineExceeded(f"{self._reason}; waited {self._timeout_s:g} s", "DEADLINE_EXCEEDED")
         return self.POLL_S
 
 

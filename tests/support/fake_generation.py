@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc
 
-Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
+Script = Callable[[Any, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
 
 WAIT_S = 20.0  # a bound on every wait; reached only by a test that fails
 
@@ -76,21 +76,21 @@ class Endless:
 
 
 class Held:
-    """A script that sends `first`, then waits at a gate before it ends like HELLO."""
+    """A script that sends the first message of HELLO, then waits at a gate before it sends the rest."""
 
-    def __init__(self, *first: pb.GenerateResponse) -> None:
-        self.first = first
+    def __init__(self) -> None:
         self.waiting = threading.Event()
         self.gate = threading.Event()
         self.cancelled = threading.Event()
 
     def __call__(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         context.add_callback(self._over)
-        yield from self.first
+        first, *rest = HELLO(request, context)
+        yield first
         self.waiting.set()
         self.gate.wait(WAIT_S)
         if context.is_active():
-            yield from HELLO(request, context)
+            yield from rest
 
     def _over(self) -> None:
         self.cancelled.set()
@@ -98,13 +98,15 @@ class Held:
 
 
 class FakeGeneration(generation_pb2_grpc.GenerationServicer):
-    """The scripted service. `scripts` are used up one per call of Generate; the last one stays.
+    """The scripted service. `scripts` are used up one per call of Generate, `resumes` one per call of Resume; the last
+    of either stays. Without `resumes` no generation is known.
 
     `failures`: statuses with which the next calls of any other method end, one per call.
     """
 
     def __init__(self, *scripts: Script) -> None:
         self.scripts = list(scripts) or [HELLO]
+        self.resumes: list[Script] = []
         self.failures: list[tuple[grpc.StatusCode, str]] = []
         self.seen: list[Any] = []  # requests of every kind, in order
         self.model = pb.GetModelResponse(
@@ -147,9 +149,16 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         return script(request, context)
 
+    def Resume(self, request: pb.ResumeRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        self.seen.append(request)
+        if not self.resumes:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no generation {request.generation_id!r} is running or kept")
+        script = self.resumes.pop(0) if len(self.resumes) > 1 else self.resumes[0]
+        return script(request, context)
+
     def Cancel(self, request: pb.CancelRequest, context: grpc.ServicerContext) -> pb.CancelResponse:
         self._note(request, context)
-        if request.generation_id != "g-1":
+        if request.generation_id == "g-none":
             context.abort(grpc.StatusCode.NOT_FOUND, f"no generation {request.generation_id!r} is running")
         return pb.CancelResponse()
 
@@ -160,6 +169,10 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusResponse:
         self._note(request, context)
         return self.status
+
+    def asked(self, kind: type[Any]) -> list[Any]:
+        """The requests of one kind, in order."""
+        return [request for request in self.seen if isinstance(request, kind)]
 
     def _note(self, request: Any, context: grpc.ServicerContext) -> None:
         self.seen.append(request)

@@ -1,0 +1,687 @@
+"""What both clients owe their caller, against a scripted service on loopback: one suite, run over each.
+
+The plain client's calls are made in threads, so that one test body serves both.
+"""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from microtome import errors
+from microtome.aio import AsyncClient, AsyncGeneration
+from microtome.answers import Update
+from microtome.client import Client, Generation
+from microtome.retry import Retry
+from microtome.v1 import generation_pb2 as pb
+from tests.support.fake_generation import (
+    HELLO,
+    WAIT_S,
+    Endless,
+    FakeGeneration,
+    Held,
+    Served,
+    refuses,
+    response,
+    says,
+)
+
+QUICK = Retry(attempts=3, resume_attempts=4, first_s=0.002, most_s=0.004)
+BROKEN = "Socket closed"  # as gRPC puts it when a connection goes
+OTHER_STATUSES = [code for code in grpc.StatusCode if code.name not in ("OK", "UNAVAILABLE")]
+
+
+class Plain:
+    """The plain client, its waiting done in threads."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self.client = Client(address, **options)
+
+    def generate(self, *args: Any, **options: Any) -> "PlainGeneration":
+        return PlainGeneration(self.client.generate(*args, **options))
+
+    def resume(self, *args: Any, **options: Any) -> "PlainGeneration":
+        return PlainGeneration(self.client.resume(*args, **options))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(*args: Any, **options: Any) -> Any:
+            return await asyncio.to_thread(getattr(self.client, name), *args, **options)
+
+        return call
+
+
+class PlainGeneration:
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.close, self.detach = generation.close, generation.detach
+
+    @property
+    def generation_id(self) -> str:
+        return self.generation.generation_id
+
+    def __aiter__(self) -> "PlainGeneration":
+        return self
+
+    async def __anext__(self) -> Update:
+        update = await asyncio.to_thread(next, self.generation, None)
+        if update is None:
+            raise StopAsyncIteration
+        return update
+
+
+Face = Plain | AsyncClient
+Connect = Callable[..., Any]
+
+
+@pytest.fixture(params=[Plain, AsyncClient], ids=["plain", "asyncio"])
+def connect(request: pytest.FixtureRequest) -> Connect:
+    """Makes a client; what it made is closed when the block is left."""
+
+    @asynccontextmanager
+    async def connected(address: str, **options: Any) -> AsyncIterator[Face]:
+        face = request.param(address, **{"retry": QUICK, **options})
+        try:
+            yield face
+        finally:
+            await face.close()
+
+    return connected
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served(FakeGeneration())
+    yield served
+    served.stop()
+
+
+async def happens(event: Any) -> bool:
+    return await asyncio.to_thread(event.wait, WAIT_S)
+
+
+async def all_of(generation: Any) -> list[Update]:
+    return [update async for update in generation]
+
+
+def tokens_of(updates: list[Update]) -> list[int]:
+    return [token for update in updates for token in update.token_ids]
+
+
+# --- what a generation brings ---
+
+
+async def test_an_update_is_handed_on_before_the_next_one_is_made(connect: Connect, served: Served) -> None:
+    held = Held()
+    served.service.scripts = [held]
+    async with connect(served.address) as client:
+        generation = client.generate("hi")
+        first = await anext(generation)
+        assert await happens(held.waiting)
+        assert (first.text, first.token_ids, first.offset, first.seed) == ("Hel", (10, 11), 0, 7)
+        held.gate.set()
+        assert tokens_of(await all_of(generation)) == [12, 13, 14]
+
+
+async def test_only_the_last_update_has_finish_reason_and_usage(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        *before, last = await all_of(client.generate("hi"))
+    assert [(update.finish_reason, update.usage) for update in before] == [(None, None)] * 2
+    assert last.finish_reason == "length"
+    assert (last.usage.prompt_tokens, last.usage.output_tokens, last.usage.cached_tokens) == (3, 5, 1)
+
+
+async def test_a_completion_is_the_updates_joined(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        completion = await client.complete("hi")
+    assert completion.text == "Hello world"
+    assert completion.token_ids == (10, 11, 12, 13, 14)
+    assert (completion.finish_reason, completion.seed, completion.generation_id) == ("length", 7, "g-1")
+    assert completion.usage.output_tokens == 5
+
+
+async def test_every_option_is_put_on_the_wire(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        await client.complete(
+            "hi",
+            max_new_tokens=9,
+            temperature=0.5,
+            top_k=4,
+            top_p=0.25,
+            min_p=0.125,
+            seed=2**64 - 1,
+            stop_token_ids=[5, 6],
+            ignore_eos=True,
+            generation_id="mine",
+            priority=-3,
+            timeout_s=30,
+        )
+    assert served.service.seen == [
+        pb.GenerateRequest(
+            text="hi",
+            max_new_tokens=9,
+            temperature=0.5,
+            top_k=4,
+            top_p=0.25,
+            min_p=0.125,
+            seed=2**64 - 1,
+            stop_token_ids=[5, 6],
+            ignore_eos=True,
+            generation_id="mine",
+            priority=-3,
+        )
+    ]
+
+
+async def test_options_that_are_not_given_stay_absent(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        generation = client.generate(token_ids=[1, 2], temperature=None)
+        await all_of(generation)
+    [request] = served.service.seen
+    assert request == pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]), generation_id=generation.generation_id)
+    assert not request.HasField("temperature")
+
+
+async def test_chat_messages_keep_their_order_and_roles(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        await client.complete(messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}])
+    [request] = served.service.seen
+    assert [(m.role, m.content) for m in request.chat.messages] == [("system", "be brief"), ("user", "hi")]
+
+
+async def test_the_call_is_on_its_way_before_anybody_iterates(connect: Connect, served: Served) -> None:
+    held = Held()
+    served.service.scripts = [held]
+    async with connect(served.address) as client:
+        generation = client.generate("hi")
+        assert await happens(held.waiting)
+        generation.close()
+
+
+async def test_generations_of_one_client_do_not_wait_for_each_other(connect: Connect, served: Served) -> None:
+    held = Held()
+    served.service.scripts = [held, HELLO]
+    async with connect(served.address) as client:
+        slow = client.generate("first")
+        await anext(slow)
+        assert (await client.complete("second")).text == "Hello world"
+        held.gate.set()
+        assert tokens_of(await all_of(slow)) == [12, 13, 14]
+
+
+# --- leaving early ---
+
+
+async def test_closing_a_generation_cancels_it_on_the_service(connect: Connect, served: Served) -> None:
+    endless = Endless()
+    served.service.scripts = [endless]
+    async with connect(served.address) as client:
+        generation = client.generate("hi")
+        await anext(generation)
+        generation.close()
+        assert await happens(endless.cancelled)
+        assert await all_of(generation) == []
+        generation.close()  # twice is once
+
+
+async def test_a_generation_that_was_read_to_its_end_stays_ended(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        generation = client.generate("hi")
+        assert len(await all_of(generation)) == 3
+        assert await all_of(generation) == []
+    assert len(served.service.seen) == 1
+
+
+def _leave_plainly(client: Client, how: str) -> None:
+    for _ in client.generate("hi"):
+        if how == "break":
+            break
+        raise KeyError("of the caller")
+
+
+async def _leave_async(client: AsyncClient, how: str) -> None:
+    async for _ in client.generate("hi"):
+        if how == "break":
+            break
+        raise KeyError("of the caller")
+
+
+@pytest.mark.parametrize("how", ["break", "raise"])
+async def test_leaving_the_loop_cancels_the_generation_on_the_service(
+    connect: Connect, served: Served, how: str
+) -> None:
+    endless = Endless()
+    served.service.scripts = [endless]
+    async with connect(served.address) as client:
+        try:
+            if isinstance(client, AsyncClient):
+                await _leave_async(client, how)
+            else:
+                await asyncio.to_thread(_leave_plainly, client.client, how)
+        except KeyError as error:
+            assert how == "raise"
+            error.__traceback__ = None  # it holds the frame, and the frame the generation
+        assert await happens(endless.cancelled)
+
+
+async def test_cancelling_the_task_that_reads_cancels_the_generation(served: Served) -> None:
+    endless = Endless()
+    served.service.scripts = [endless]
+    async with AsyncClient(served.address) as client:
+        began = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in client.generate("hi"):
+                began.set()
+
+        task = asyncio.create_task(read())
+        await asyncio.wait_for(began.wait(), WAIT_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await happens(endless.cancelled)
+
+
+async def test_a_completion_that_fails_half_way_cancels_the_generation(connect: Connect, served: Served) -> None:
+    held = Held()
+    served.service.scripts = [held]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.DeadlineExceeded, match=r"took longer than 0\.5 s; 2 tokens had come"):
+            await client.complete("hi", timeout_s=0.5)
+        assert await happens(held.cancelled)
+
+
+async def test_closing_the_client_ends_what_is_under_way(connect: Connect, served: Served) -> None:
+    held = Held()
+    served.service.scripts = [held]
+    async with connect(served.address) as client:
+        generation = client.generate("hi")
+        await anext(generation)
+        reading = asyncio.create_task(all_of(generation))
+        assert await happens(held.waiting)
+        await client.close()
+        with pytest.raises(errors.Cancelled, match="the client was closed while the call ran"):
+            await reading
+        assert await happens(held.cancelled)
+        await client.close()  # twice is once
+
+
+async def test_a_closed_client_says_so(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        await client.model()
+        await client.close()
+        for call in (client.complete("hi"), client.model(), client.wait_ready(1)):
+            with pytest.raises(errors.ClientClosed, match="the client is closed"):
+                await call
+
+
+# --- what the service refuses ---
+
+
+@pytest.mark.parametrize("code", OTHER_STATUSES, ids=lambda code: code.name)
+async def test_each_status_becomes_its_error_with_the_services_own_sentence(
+    connect: Connect, served: Served, code: grpc.StatusCode
+) -> None:
+    served.service.scripts = [refuses(code, "temperature is -1; it must be 0 or more"), HELLO]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.BY_STATUS[code.name]) as caught:
+            await client.complete("hi")
+    assert str(caught.value) == "temperature is -1; it must be 0 or more"
+    assert caught.value.status == code.name
+    assert len(served.service.seen) == 1  # a refusal is never tried again
+
+
+@pytest.mark.parametrize("code", OTHER_STATUSES, ids=lambda code: code.name)
+async def test_each_status_of_a_plain_call_becomes_its_error(
+    connect: Connect, served: Served, code: grpc.StatusCode
+) -> None:
+    served.service.failures = [(code, "not today")]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.BY_STATUS[code.name], match=r"^not today$"):
+            await client.model()
+    assert len(served.service.seen) == 1
+
+
+async def test_a_full_service_says_when_to_try_again(connect: Connect, served: Served) -> None:
+    full = refuses(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue holds 64 generations", retry_after_ms="250")
+    served.service.scripts = [full]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.CapacityExhausted) as caught:
+            await client.complete("hi")
+    assert caught.value.retry_after_ms == 250
+
+
+async def test_what_came_before_a_failure_is_handed_on_first(connect: Connect, served: Served) -> None:
+    fails = refuses(grpc.StatusCode.INTERNAL, "step 12 failed", after=(response("Hel", 10, 11),))
+    served.service.scripts = [fails, HELLO]
+    async with connect(served.address) as client:
+        generation = client.generate("hi")
+        assert (await anext(generation)).text == "Hel"
+        with pytest.raises(errors.ServiceFailed, match=r"^step 12 failed$"):
+            await anext(generation)
+        assert await all_of(generation) == []
+    assert len(served.service.seen) == 1
+
+
+async def test_a_stream_without_a_finish_reason_is_a_failure(connect: Connect, served: Served) -> None:
+    served.service.scripts = [says(response("Hel", 10, 11))]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.ServiceFailed, match="ended the stream without a finish reason"):
+            await client.complete("hi")
+
+
+async def test_a_stream_that_skips_a_token_is_a_failure(connect: Connect, served: Served) -> None:
+    skips = says(response("Hel", 10, 11), response("lo", 13, offset=3, last=True))
+    served.service.scripts = [skips]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.ServiceFailed, match="went on at token 3, not at 2"):
+            await client.complete("hi")
+
+
+async def test_time_that_runs_out_before_the_first_token_is_told(connect: Connect, served: Served) -> None:
+    served.service.scripts = [_silent]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.DeadlineExceeded, match=r"no answer from 127\.0\.0\.1:\d+ within 0\.2 s"):
+            await client.complete("hi", timeout_s=0.2)
+
+
+def _silent(request: Any, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    gone = threading.Event()
+    if context.add_callback(gone.set):
+        gone.wait(WAIT_S)
+    yield from ()
+
+
+async def test_bad_arguments_never_reach_the_service(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        for options in ({"temperature": "hot"}, {"max_new_tokens": -1}, {"timeout_s": 0}):
+            with pytest.raises(errors.InvalidRequest, match=next(iter(options))):
+                await client.complete("hi", **options)
+        with pytest.raises(errors.InvalidRequest, match="not none"):
+            await client.complete()
+        with pytest.raises(TypeError, match="there is no option 'max_tokens'"):
+            await client.complete("hi", max_tokens=3)
+    assert served.service.seen == []
+
+
+# --- trying again ---
+
+
+async def test_a_service_that_was_unavailable_is_asked_again(connect: Connect, served: Served) -> None:
+    away = refuses(grpc.StatusCode.UNAVAILABLE, "no worker is ready")
+    served.service.scripts = [away, away, HELLO]
+    async with connect(served.address) as client:
+        assert (await client.complete("hi")).text == "Hello world"
+    first, second, third = (request.generation_id for request in served.service.seen)
+    assert len({first, second, third}) == 3  # what may be left of an attempt is not taken for the next
+
+
+async def test_attempts_are_bounded_and_the_last_sentence_is_told(connect: Connect, served: Served) -> None:
+    served.service.scripts = [refuses(grpc.StatusCode.UNAVAILABLE, "no worker is ready")]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.Unavailable, match=r"^no worker is ready$"):
+            await client.complete("hi")
+    assert len(served.service.seen) == QUICK.attempts
+
+
+async def test_plain_calls_are_asked_again_while_the_service_is_unavailable(connect: Connect, served: Served) -> None:
+    served.service.failures = [(grpc.StatusCode.UNAVAILABLE, "starting")] * 2
+    async with connect(served.address) as client:
+        assert (await client.model()).name == "toy"
+        served.service.failures = [(grpc.StatusCode.UNAVAILABLE, "starting")] * 3
+        with pytest.raises(errors.Unavailable, match=r"^starting$"):
+            await client.status()
+    assert len(served.service.seen) == 6
+
+
+async def test_no_service_is_told_with_its_address(connect: Connect, served: Served) -> None:
+    address = served.address
+    served.stop()
+    async with connect(address) as client:
+        for call in (client.complete("hi"), client.model()):
+            with pytest.raises(errors.Unavailable, match=f"^no service answers at {address} .connection refused.$"):
+                await call
+
+
+async def test_a_service_that_comes_up_meanwhile_is_found(connect: Connect, served: Served) -> None:
+    served.stop()
+    async with connect(served.address, retry=Retry(attempts=200, first_s=0.02, most_s=0.05)) as client:
+        waiting = asyncio.create_task(client.complete("hi"))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(served.start)
+        assert (await waiting).text == "Hello world"
+
+
+# --- resuming ---
+
+
+async def test_a_stream_that_breaks_is_resumed_from_the_last_token(connect: Connect, served: Served) -> None:
+    served.service.scripts = [refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("Hel", 10, 11),))]
+    served.service.resumes = [
+        refuses(grpc.StatusCode.UNAVAILABLE, BROKEN),
+        refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("lo", 12, offset=2),)),
+        says(response(" world", 13, 14, offset=3, last=True)),
+    ]
+    async with connect(served.address) as client:
+        generation = client.generate("hi")
+        updates = await all_of(generation)
+    assert tokens_of(updates) == [10, 11, 12, 13, 14]
+    assert "".join(update.text for update in updates) == "Hello world"
+    resumed = served.service.asked(pb.ResumeRequest)
+    assert [(r.generation_id, r.offset) for r in resumed] == [(generation.generation_id, n) for n in (2, 2, 3)]
+    assert len(served.service.asked(pb.GenerateRequest)) == 1  # never started over
+
+
+async def test_a_generation_that_was_not_kept_is_told_as_a_lost_connection(connect: Connect, served: Served) -> None:
+    served.service.scripts = [refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("Hel", 10, 11),))]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.Unavailable, match=r"connection to the service at .* was lost after 2 tokens$"):
+            await client.complete("hi")
+    assert len(served.service.asked(pb.ResumeRequest)) == 1
+
+
+async def test_a_generation_that_the_break_has_cancelled_is_told_as_a_lost_connection(
+    connect: Connect, served: Served
+) -> None:
+    breaks = refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("Hel", 10, 11),))
+    served.service.scripts = [breaks]
+    served.service.resumes = [says(response("", offset=2, last=True, finish_reason=pb.FINISH_REASON_CANCELLED))]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.Unavailable, match=r"was lost after 2 tokens$"):
+            await client.complete("hi")
+        # One that outlives its stream can only have been cancelled by somebody.
+        served.service.scripts = [breaks]
+        assert (await client.complete("hi", resumable=True)).finish_reason == "cancelled"
+
+
+async def test_resuming_is_bounded_and_counts_anew_after_each_token(connect: Connect, served: Served) -> None:
+    served.service.scripts = [refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("Hel", 10, 11),))]
+    away = refuses(grpc.StatusCode.UNAVAILABLE, BROKEN)
+    served.service.resumes = [
+        away,
+        refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("", 12, offset=2),)),
+        away,
+    ]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.Unavailable, match=r"was lost after 3 tokens$"):
+            await client.complete("hi")
+    # The break itself is the first of four attempts; and so it is once more, after the token.
+    assert len(served.service.asked(pb.ResumeRequest)) == 2 + (QUICK.resume_attempts - 1)
+
+
+async def test_a_stream_goes_on_over_a_restart_of_the_service(connect: Connect, served: Served) -> None:
+    held = Held()
+    served.service.scripts = [held]
+    served.service.resumes = [says(response("lo", 12, offset=2), response(" world", 13, 14, offset=3, last=True))]
+    async with connect(served.address, retry=Retry(resume_attempts=200, first_s=0.02, most_s=0.05)) as client:
+        generation = client.generate("hi")
+        assert (await anext(generation)).text == "Hel"
+        await asyncio.to_thread(served.stop)
+        rest = asyncio.create_task(all_of(generation))
+        await asyncio.to_thread(served.start)
+        assert tokens_of(await rest) == [12, 13, 14]
+
+
+async def test_a_generation_is_resumed_by_id_from_where_the_caller_is(connect: Connect, served: Served) -> None:
+    served.service.resumes = [says(response(" world", 13, 14, offset=3, last=True))]
+    async with connect(served.address) as client:
+        generation = client.resume("g-1", 3)
+        assert tokens_of(await all_of(generation)) == [13, 14]
+        served.service.resumes = []
+        with pytest.raises(errors.NotFound, match="no generation 'g-9' is running or kept"):
+            await all_of(client.resume("g-9"))
+    assert [(r.generation_id, r.offset) for r in served.service.seen] == [("g-1", 3), ("g-9", 0)]
+
+
+async def test_an_id_that_is_in_use_is_told(connect: Connect, served: Served) -> None:
+    served.service.scripts = [refuses(grpc.StatusCode.ALREADY_EXISTS, "generation id 'mine' is in use")]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.AlreadyExists, match="'mine' is in use"):
+            await client.complete("hi", generation_id="mine")
+
+
+async def test_an_attempt_that_had_arrived_after_all_is_gone_on_with(connect: Connect, served: Served) -> None:
+    served.service.scripts = [
+        refuses(grpc.StatusCode.UNAVAILABLE, BROKEN),
+        refuses(grpc.StatusCode.ALREADY_EXISTS, "generation id 'mine' is in use"),
+    ]
+    served.service.resumes = [HELLO]
+    async with connect(served.address) as client:
+        assert (await client.complete("hi", generation_id="mine")).text == "Hello world"
+    assert [r.generation_id for r in served.service.seen] == ["mine"] * 3
+    assert served.service.seen[-1].offset == 0
+
+
+async def test_closing_what_outlives_its_stream_cancels_it_by_id(connect: Connect, served: Served) -> None:
+    endless = Endless()
+    served.service.scripts = [endless]
+    async with connect(served.address) as client:
+        generation = client.generate("hi", resumable=True)
+        await anext(generation)
+        generation.close()
+    # The client's own close has waited for the answer.
+    assert served.service.asked(pb.CancelRequest) == [pb.CancelRequest(generation_id=generation.generation_id)]
+    assert served.service.asked(pb.GenerateRequest)[0].resumable
+
+
+async def test_letting_go_of_what_outlives_its_stream_cancels_it_by_id(connect: Connect, served: Served) -> None:
+    endless = Endless()
+    served.service.scripts = [endless]
+    async with connect(served.address) as client:
+        generation = client.generate("hi", resumable=True)
+        name = generation.generation_id
+        await anext(generation)
+        del generation
+        assert await happens(endless.cancelled)
+        await asyncio.sleep(0)
+    assert served.service.asked(pb.CancelRequest) == [pb.CancelRequest(generation_id=name)]
+
+
+async def test_detaching_leaves_a_resumable_generation_alone(connect: Connect, served: Served) -> None:
+    endless = Endless()
+    served.service.scripts = [endless]
+    async with connect(served.address) as client:
+        generation = client.generate("hi", resumable=True)
+        await anext(generation)
+        generation.detach()
+        assert await happens(endless.cancelled)  # the call, not the generation
+        assert await all_of(generation) == []
+    assert served.service.asked(pb.CancelRequest) == []
+
+
+# --- the plain calls ---
+
+
+async def test_cancel_names_the_generation(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        await client.cancel("g-1")
+        with pytest.raises(errors.NotFound, match="no generation 'g-none' is running"):
+            await client.cancel("g-none")
+
+
+async def test_model_and_status_are_told_in_full(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        model, status = await client.model(), await client.status()
+    assert (model.name, model.architecture, model.fingerprint) == ("toy", "ToyForCausalLM", "ab12")
+    assert (model.vocab_size, model.context_tokens, model.end_token_ids) == (32, 64, (2,))
+    assert model.has_chat_template
+    assert (status.service, status.version, status.uptime_s) == ("microtome", "0.1.0", 61.5)
+    assert (status.running, status.waiting, status.ray_address) == (2, 1, "127.0.0.1:6379")
+    assert status.counters["generations_started"] == 5
+    [worker] = status.workers
+    assert (worker.name, worker.state, worker.pid, worker.cells_used, worker.cells_usable) == (
+        "worker-0",
+        "ready",
+        4242,
+        12,
+        4096,
+    )
+
+
+async def test_wait_ready_returns_once_the_service_serves(connect: Connect, served: Served) -> None:
+    served.service.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    async with connect(served.address) as client:
+        waiting = asyncio.create_task(client.wait_ready(WAIT_S))
+        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        assert not done
+        served.service.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await waiting
+
+
+async def test_wait_ready_waits_for_a_service_that_is_not_there_yet(connect: Connect, served: Served) -> None:
+    served.stop()
+    async with connect(served.address) as client:
+        waiting = asyncio.create_task(client.wait_ready(WAIT_S))
+        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        assert not done
+        await asyncio.to_thread(served.start)
+        await waiting
+
+
+async def test_wait_ready_says_why_it_gave_up(connect: Connect, served: Served) -> None:
+    served.service.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    async with connect(served.address) as client:
+        with pytest.raises(errors.DeadlineExceeded, match=r"is not ready; waited 0\.3 s$"):
+            await client.wait_ready(0.3)
+        await asyncio.to_thread(served.stop)
+        with pytest.raises(errors.DeadlineExceeded, match=r"no service answers at .*; waited 0\.3 s$"):
+            await client.wait_ready(0.3)
+
+
+# --- the two faces ---
+
+
+@pytest.mark.parametrize(("plain", "asynchronous"), [(Client, AsyncClient), (Generation, AsyncGeneration)])
+def test_the_two_faces_have_the_same_methods_with_the_same_arguments(plain: type, asynchronous: type) -> None:
+    def public(face: type) -> dict[str, str]:
+        return {
+            name: str(inspect.signature(member).replace(return_annotation=inspect.Signature.empty))
+            for name, member in inspect.getmembers(face, inspect.isfunction)
+            if not name.startswith("_") or name == "__init__"
+        }
+
+    ours, theirs = public(plain), public(asynchronous)
+    theirs.pop("aclose", None)  # asyncio's name for close
+    if plain is Generation:
+        assert ours.pop("__init__") == theirs.pop("__init__")
+    assert ours == theirs
+
+
+def test_an_asyncio_client_may_be_made_outside_of_a_loop() -> None:
+    client = AsyncClient("127.0.0.1:1")
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        client.generate("hi")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "localhost", "localhost:", "http://localhost:1", "a:b:1", "h:0", "h:65536", ":1"]
+)
+def test_what_is_no_address_is_refused_by_both_constructors(address: str) -> None:
+    for face in (Client, AsyncClient):
+        with pytest.raises(errors.InvalidRequest, match="an address is"):
+            face(address)
