@@ -40,6 +40,7 @@ from microtome.planner.events import (
     Instruction,
     OpenSession,
     ReleaseWorker,
+    Restored,
     RewindSession,
     RunStep,
     SessionAnswer,
@@ -52,10 +53,11 @@ from microtome.planner.events import (
     WorkerJoined,
 )
 from microtome.planner.forecast import step_us, ttft_us
-from microtome.planner.generations import Generation, State, check_options, check_vocabulary
+from microtome.planner.generations import Generation, Rank, State, check_options, check_vocabulary
 from microtome.planner.notes import Note, encode_note
 from microtome.planner.placement import by_preference
 from microtome.planner.resident import Resident
+from microtome.planner.restore import Found, read_snapshot
 from microtome.planner.sessions import Session, Sessions
 from microtome.planner.status import ControlStatus, Waiting, Whereabouts, WorkerStatus
 from microtome.planner.types import (
@@ -64,6 +66,8 @@ from microtome.planner.types import (
     GenerationOptions,
     Incarnation,
     Kind,
+    SequenceId,
+    SequenceSnapshot,
     StepResult,
     TokenLogprobs,
     Usage,
@@ -262,7 +266,7 @@ class Control:
         self, name: GenerationId, session: Session, prompt: tuple[int, ...], options: GenerationOptions
     ) -> Generation:
         self._arrivals += 1
-        rank = (self._now - options.priority * self._config.priority_ageing_ms * 1000, self._arrivals)
+        rank = self._rank(self._now, options.priority)
         g = Generation(name, session, options, len(prompt), self._now, rank)
         g.base = session.length
         g.had_pending = session.pending
@@ -508,6 +512,7 @@ class Control:
             return
         try:
             w = WorkerPlan(event.worker, capability, self._config, event.last_step)
+            w.table.restore({snapshot.sequence: snapshot.cells for snapshot in event.held})
         except BatchingError as error:
             self._refuse_worker(event, str(error))
             return
@@ -515,11 +520,54 @@ class Control:
         w.quiet_since_us = self._now
         self._workers[w.id] = w
         self._changed[w.id] = w
+        self._restore(w, event.held)
         for g in [g for g in self._generations.values() if not g.checked]:
             self._check_again(g)
         for other in self._workers.values():
             if other.draining:
                 self._move_away(other)
+
+    def _restore(self, w: WorkerPlan, held: tuple[SequenceSnapshot, ...]) -> None:
+        """Go on where an earlier driver left off, from what the worker holds; nothing is computed again."""
+        for snapshot in held:
+            found = read_snapshot(snapshot)
+            if found is None or found.note.session in self._sessions or found.note.generation in self._generations:
+                w.disown(snapshot.sequence)
+            else:
+                self._restore_sequence(w, snapshot.sequence, found)
+
+    def _restore_sequence(self, w: WorkerPlan, sequence: SequenceId, found: Found) -> None:
+        note, options = found.note, found.options
+        session = self._sessions.restore(note.session, note.tenant, note.cache_salt, opened=note.opened)
+        session.transcript = found.transcript
+        if options is None or note.generation is None:
+            session.pending = note.pending is not None
+            w.adopt(session, sequence, None, sampled=False)
+            return
+        self._arrivals += 1
+        rank = self._rank(min(note.submitted_us, self._now), options.priority)
+        g = Generation(note.generation, session, options, note.prompt_tokens, self._now, rank)
+        g.base, g.generated_from, g.consumed = note.base, note.generated_from, note.generated_from
+        g.sampling = replace(options.sampling, prompt_tokens=note.generated_from, stop_token_ids=options.stop_token_ids)
+        g.checked = True
+        g.delivered = len(found.transcript) - note.generated_from
+        g.state = State.RUNNING
+        session.generation = g
+        self._generations[g.id] = g
+        self._counters.generations_started += 1
+        self._counters.prompt_tokens += g.prompt_tokens
+        self._counters.output_tokens += g.delivered
+        begin = note.generated_from - note.prompt_tokens
+        prompt, tokens = found.transcript[begin : note.generated_from], tuple(found.transcript[note.generated_from :])
+        self._out.append(Restored(generation=g.id, prompt=tuple(prompt), options=options))
+        w.adopt(session, sequence, g, found.sampled and found.finish is None)
+        if found.finish is not None:
+            self._finish(g, found.finish, tokens=tokens)
+        elif tokens:
+            self._out.append(Deliver(generation=g.id, offset=0, tokens=tokens))
+
+    def _rank(self, submitted_us: int, priority: int) -> Rank:
+        return (submitted_us - priority * self._config.priority_ageing_ms * 1000, self._arrivals)
 
     def _refuse_worker(self, event: WorkerJoined, cause: str) -> None:
         incarnation = event.capability.incarnation
@@ -733,6 +781,7 @@ def _idle_note(session: Session) -> Note:
         tenant=session.tenant,
         cache_salt=session.cache_salt,
         length=session.length,
+        pending=session.transcript[-1] if session.pending else None,
     )
 
 

@@ -204,4 +204,13 @@ class ReleaseWorker:
     worker: WorkerId
 
 
-Instruction = RunStep | Deliver | SessionAnswer | GiveUpWorker | ReleaseWorker
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A generation that an earlier driver began goes on, found on a worker. What it has so far is delivered next."""
+
+    generation: GenerationId
+    prompt: tuple[int, ...]
+    options: GenerationOptions
+
+
+Instruction = RunStep | Deliver | SessionAnswer | GiveUpWorker | ReleaseWorker | Restored

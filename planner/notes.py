@@ -28,6 +28,7 @@ class Note:
     max_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     length: int | None = None  # of an idle session: committed tokens; what the sequence has beyond is void
+    pending: int | None = None  # of an idle session: the token delivered last, if it was not run
 
     def options(self, sampling: SamplingParams) -> GenerationOptions:
         """The caller's options again, without deadline and target: those were on another clock."""
@@ -42,7 +43,7 @@ class Note:
 
 
 def encode_note(note: Note) -> bytes:
-    session = [note.session, int(note.opened), note.tenant, note.cache_salt, note.length]
+    session = [note.session, int(note.opened), note.tenant, note.cache_salt, note.length, note.pending]
     generation = None
     if note.generation is not None:
         generation = [
@@ -64,8 +65,8 @@ def decode_note(data: bytes) -> Note:
         version, session, generation = json.loads(data)
         if version != _VERSION:
             raise BadInput(f"a sequence's note has version {version}, this driver reads {_VERSION}")
-        number, opened, tenant, salt, length = session
-        note = Note(session=number, opened=bool(opened), tenant=tenant, cache_salt=salt, length=length)
+        number, opened, tenant, salt, length, pending = session
+        note = Note(session=number, opened=bool(opened), tenant=tenant, cache_salt=salt, length=length, pending=pending)
         if generation is None:
             return note
         name, prompt, begin, base, submitted, priority, limit, stop = generation

@@ -180,6 +180,28 @@ class WorkerPlan:
         self._ops.append(Annotate(r.sequence, note))
         return True
 
+    def adopt(self, session: Session, sequence: SequenceId, generation: Generation | None, sampled: bool) -> None:
+        """A sequence of the restored table belongs to this session. `sampled`: its last token is on the device."""
+        length = self.table.length(sequence)
+        r = Resident(session, self.id, sequence, length)
+        session.resident = r
+        self.residents[session.id] = r
+        if generation is None:
+            return
+        r.generation = generation
+        self.running += 1
+        self.scheduler.admit(session.id, priority=generation.options.priority, tenant=generation.options.tenant)
+        if sampled:
+            r.feedback_at = length
+        else:
+            self.trim(r, len(session.transcript) - 1)  # the last token is run again, for the one after it
+        self._submit(r)
+
+    def disown(self, sequence: SequenceId) -> None:
+        """A sequence of the restored table that belongs to nobody."""
+        self.table.remove(sequence)
+        self._ops.append(DropSequence(sequence))
+
     def end(self, resident: Resident) -> None:
         """The resident's generation is over: nothing more of it is run; what is under way is void."""
         self._withdraw(resident)
