@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody unless the user says so
@@ -379,7 +380,7 @@ class RayWorkers:
         actor = await asyncio.to_thread(self._create, worker, group)
         timeout_s = self._config.workers.start_timeout_s
         try:
-            endpoint = await asyncio.wait_for(actor.start.remote(), timeout_s)
+            endpoint: WorkerEndpoint = await asyncio.wait_for(actor.start.remote(), timeout_s)
         except TimeoutError as error:
             raise WorkerLost(f"{worker} was not ready within {timeout_s:g} s") from error
         except RayError as error:
@@ -396,7 +397,7 @@ class RayWorkers:
             if endpoint is None:
                 await self.end(worker)
             else:
-                self._watch(actors[name], lambda cause, worker=worker: ended(worker, cause))
+                self._watch(actors[name], partial(ended, worker))
                 ready.append(endpoint)
         # A place without a worker: the driver died between the two.
         for name in await asyncio.to_thread(_groups_of, self._names):
@@ -464,9 +465,10 @@ class RayWorkers:
 
     async def _endpoint(self, actor: Any) -> WorkerEndpoint | None:
         try:
-            return await asyncio.wait_for(actor.endpoint.remote(), ADOPT_TIMEOUT_S)
+            endpoint: WorkerEndpoint | None = await asyncio.wait_for(actor.endpoint.remote(), ADOPT_TIMEOUT_S)
         except (TimeoutError, RayError):
             return None
+        return endpoint
 
     def _watch(self, actor: Any, ended: Callable[[str], None]) -> None:
         async def watch() -> None:

@@ -7,10 +7,10 @@ business. All on the driver's event loop.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from microtome.actors.config import ServiceConfig
 from microtome.actors.link import WorkerEndpoint
@@ -248,8 +248,8 @@ class Crew:
     def _retry_s(self) -> float:
         return 0.0 if not self._failures else min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** (self._failures - 1))
 
-    def _spawn(self, coroutine: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.ensure_future(coroutine)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

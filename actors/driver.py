@@ -24,6 +24,7 @@ from microtome.actors.config import ServiceConfig
 from microtome.actors.crew import Crew, WorkerStarter
 from microtome.actors.frontend import FrontEnd
 from microtome.actors.link import DEFAULT_EXECUTOR
+from microtome.actors.metrics import Metrics, Observation
 from microtome.actors.report import status_response
 from microtome.actors.requests import ServedModel
 from microtome.actors.text import ModelText, load_model_text
@@ -35,6 +36,7 @@ from microtome.planner.events import (
     GiveUpWorker,
     Instruction,
     ReleaseWorker,
+    Restored,
     RunStep,
     SessionAnswer,
     Tick,
@@ -46,6 +48,7 @@ from microtome.v1 import generation_pb2_grpc as rpc
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+SCRAPE_TIMEOUT_S = 5.0
 BIND_TRIES, BIND_PAUSE_S = 20, 0.25  # a restarted driver waits for its own port
 GENERATION = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -71,7 +74,11 @@ class DriverHost:
         self.front_end = FrontEnd(
             self, self._text_loader(), retain_s=config.service.retain_s, retain_tokens=config.service.retain_tokens
         )
-        self._health = health.aio.HealthServicer()
+        self.metrics = Metrics(self._observe_from_elsewhere)
+        self.front_end.on_end = lambda stream: self.metrics.generation_ended(stream, self.now_us())
+        self._end_metrics: Callable[[], None] | None = None
+        self._event_loop = asyncio.get_running_loop()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._server: grpc.aio.Server | None = None
         self._events: deque[Event] = deque()
         self._posted = asyncio.Event()
@@ -85,6 +92,9 @@ class DriverHost:
 
     async def start(self, *, restarted: bool = False) -> None:
         """Serve. Raises `BadConfig` when the port cannot be had. Workers start behind it: see `wait_ready`."""
+        service = self._config.service
+        if service.metrics_port is not None:
+            self._end_metrics = self.metrics.serve(service.host, service.metrics_port)
         await self._serve(tries=BIND_TRIES if restarted else 1)
         self._tasks = [self._task(self._loop()), self._task(self._tick()), self._task(self._watch_health())]
         await self._crew.adopt()
@@ -101,7 +111,7 @@ class DriverHost:
             await self._server.stop(grace_s)
         await self._end_tasks()
         await self._crew.stop()
-        self.front_end.close()
+        await self._close()
 
     async def leave(self) -> None:
         """Stop serving and leave the workers as they are, as a driver that dies does."""
@@ -109,7 +119,7 @@ class DriverHost:
             await self._server.stop(0)
         await self._end_tasks()
         await self._crew.leave()
-        self.front_end.close()
+        await self._close()
 
     # --- what the front end needs ---
 
@@ -162,6 +172,8 @@ class DriverHost:
                 self._crew.lost(worker, incarnation, cause)
             case ReleaseWorker(worker=worker):
                 self._crew.released(worker)
+            case Restored():
+                self.front_end.restored(instruction)
             case SessionAnswer():
                 raise AssertionError("a session was answered that nobody asked for")
             case _:
@@ -238,6 +250,11 @@ class DriverHost:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _close(self) -> None:
+        self.front_end.close()
+        if self._end_metrics is not None:
+            await asyncio.to_thread(self._end_metrics)  # a scrape that is under way waits for this loop
+
     # --- status ---
 
     def status(self) -> pb.StatusResponse:
@@ -249,3 +266,13 @@ class DriverHost:
             uptime_ms=(self.now_us() - self._began_us) // 1000,
             ray_address=self._ray_address,
         )
+
+    def _observe_from_elsewhere(self) -> Observation:
+        """On the thread of a scrape: `Control` is looked at on its own loop."""
+
+        async def observe() -> Observation:
+            return Observation(
+                self._control.status(), self._crew.members, self.loop_us * 1e-6, self.front_end.text_us * 1e-6
+            )
+
+        return asyncio.run_coroutine_threadsafe(observe(), self._event_loop).result(SCRAPE_TIMEOUT_S)

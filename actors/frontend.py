@@ -26,7 +26,7 @@ from microtome.actors.status import status_of
 from microtome.actors.streams import Listener, Stream, Streams
 from microtome.actors.text import CONTEXT_TOKENS, ModelText, TextStream
 from microtome.planner.errors import BadInput, BatchingError, UnknownId
-from microtome.planner.events import Cancel, Deliver, Event, Submit
+from microtome.planner.events import Cancel, Deliver, Event, Restored, Submit
 from microtome.planner.types import FinishReason, GenerationId
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
@@ -75,9 +75,24 @@ class FrontEnd(rpc.GenerationServicer):
 
     async def text(self) -> ModelText | None:
         """The text side, once it is loaded. None: there is none. Raises what loading raised."""
-        return None if self._loading is None else await asyncio.wrap_future(self._loading)
+        if self._loading is None:
+            return None
+        return await asyncio.wrap_future(self._loading)
 
     # --- from the driver ---
+
+    def restored(self, found: Restored) -> None:
+        """A generation of an earlier driver goes on: whoever resumes it finds it here."""
+        self.streams.add(
+            Stream(
+                found.generation,
+                seed=found.options.sampling.seed,
+                prompt_tokens=len(found.prompt),
+                context=found.prompt[-CONTEXT_TOKENS:],
+                resumable=True,
+                created_us=self._host.now_us(),
+            )
+        )
 
     def deliver(self, deliveries: Sequence[Deliver]) -> None:
         """Hand tokens to their streams. Those of generations that nobody knows any more are dropped."""

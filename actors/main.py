@@ -18,7 +18,7 @@ BROKEN = 70  # exit code of a driver whose loop broke: Ray starts it anew
 class DriverActor:
     """The driver as a Ray actor. `__init__` is all that runs again after a restart, so it does everything."""
 
-    async def __init__(self, config: ServiceConfig, secret: str) -> None:
+    async def __init__(self, config: ServiceConfig, secret: str) -> None:  # type: ignore[misc]  # Ray awaits it
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
         )

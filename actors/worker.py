@@ -40,11 +40,17 @@ BYTES_PER_TOKEN = 10  # of a sequence in a snapshot: its cell and id as varints
 
 
 class WorkerProcess:
-    """On the running event loop. `end` is called once, on it, with the cause: whoever gave it ends the process."""
+    """On the running event loop. `end` is called once, on it, with the cause: whoever gave it ends the process.
 
-    def __init__(self, spec: WorkerSpec, end: Callable[[str], None]) -> None:
+    `build` makes the executor, on the step thread; None: the function that `spec.executor` names.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, end: Callable[[str], None], build: Callable[[RuntimeOptions], Executor] | None = None
+    ) -> None:
         self._spec = spec
         self._end = end
+        self._build = build
         self._steps = StepThread(f"step-{spec.worker}")
         self._server: grpc.aio.Server | None = None
         self._service: WorkerService | None = None
@@ -83,7 +89,7 @@ class WorkerProcess:
         spec, began_s = self._spec, time.monotonic()
         logger.info("worker starts worker=%s pid=%d model=%s", spec.worker, os.getpid(), spec.runtime.model)
         self._steps.start()
-        runner = await self._steps.call(self._build)
+        runner = await self._steps.call(self._make_runner)
         _check_limits(runner.capability, spec.link.max_message_bytes)
         health = StepHealth(spec.hang_timeout_s, time.monotonic())
         service = WorkerService(runner, self._steps, health, spec.link, self._fail)
@@ -119,8 +125,8 @@ class WorkerProcess:
         )
         return self._endpoint
 
-    def _build(self) -> StepRunner:
-        build = load_executor_factory(self._spec.executor)
+    def _make_runner(self) -> StepRunner:
+        build = self._build or load_executor_factory(self._spec.executor)
         return StepRunner(build(self._spec.runtime), self._spec.link.max_unanswered_steps)
 
     # --- while it serves ---

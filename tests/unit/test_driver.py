@@ -1,69 +1,26 @@
 """The driver's loop and its front end, over real gRPC, in one process: what clients see."""
 
 import asyncio
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from microtome.planner.types import SamplingParams
 from microtome.v1 import generation_pb2 as pb
-from tests.support.fake_model import generate
-from tests.support.in_process import Service, fake_config, in_process
-
-VOCABULARY = 1000
-
-
-def request(prompt: list[int], **settings: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **settings)
-
-
-def undisturbed(prompt: list[int], max_new_tokens: int, seed: int = 0, temperature: float = 0.0) -> list[int]:
-    sampling = SamplingParams(seed=seed, temperature=temperature, prompt_tokens=len(prompt))
-    return generate(prompt, sampling, max_new_tokens, (), VOCABULARY)
-
-
-async def collect(service: Service, asked: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    return await rest_of(service.stub.Generate(asked))
-
-
-async def rest_of(call: Any) -> list[pb.GenerateResponse]:
-    """What is still to come on a call that may have been read from. Raises the status it ends with."""
-    responses: list[pb.GenerateResponse] = []
-    while (response := await call.read()) is not grpc.aio.EOF:
-        responses.append(response)
-    return responses
-
-
-def tokens_of(responses: list[pb.GenerateResponse]) -> list[int]:
-    """Put together by offset, which must fit without gap or overlap."""
-    tokens: list[int] = []
-    for response in responses:
-        assert response.offset == len(tokens)
-        tokens += response.token_ids
-    return tokens
-
-
-async def until_idle(service: Service) -> pb.StatusResponse:
-    """The status once nothing runs and no cell is used by a session."""
-    while True:
-        status = await service.stub.Status(pb.StatusRequest())
-        if not status.running and not status.waiting and not any(w.cells_used for w in status.workers):
-            return status
-        await asyncio.sleep(0.005)
+from tests.support.calls import collect, request, rest_of, status_when, tokens_of, undisturbed, until_idle
+from tests.support.in_process import fake_config, in_process
 
 
 async def test_concurrent_clients_get_the_undisturbed_tokens_and_leave_no_cell_used() -> None:
     async with in_process(fake_config(workers__count=2)) as service:
         prompts = [[n + 1, *range(n)] for n in range(40)]
-        answers = await asyncio.gather(*(collect(service, request(p, max_new_tokens=20)) for p in prompts))
+        answers = await asyncio.gather(*(collect(service.stub, request(p, max_new_tokens=20)) for p in prompts))
         for prompt, responses in zip(prompts, answers, strict=True):
             assert tokens_of(responses) == undisturbed(prompt, 20)
             last = responses[-1]
             assert last.finish_reason == pb.FINISH_REASON_LENGTH
             assert (last.usage.prompt_tokens, last.usage.output_tokens) == (len(prompt), 20)
-        status = await until_idle(service)
+        status = await until_idle(service.stub)
         assert status.counters.generations_finished == 40
         assert status.counters.output_tokens == 800
         assert sorted(w.state for w in status.workers) == ["ready", "ready"]
@@ -71,9 +28,9 @@ async def test_concurrent_clients_get_the_undisturbed_tokens_and_leave_no_cell_u
 
 async def test_seed_is_told_and_repeats_the_tokens() -> None:
     async with in_process(fake_config()) as service:
-        first = await collect(service, request([1, 2], max_new_tokens=8, temperature=1.0))
+        first = await collect(service.stub, request([1, 2], max_new_tokens=8, temperature=1.0))
         seed = first[0].seed
-        again = await collect(service, request([1, 2], max_new_tokens=8, temperature=1.0, seed=seed))
+        again = await collect(service.stub, request([1, 2], max_new_tokens=8, temperature=1.0, seed=seed))
         assert tokens_of(first) == tokens_of(again) == undisturbed([1, 2], 8, seed, 1.0)
 
 
@@ -84,7 +41,7 @@ async def test_client_that_hangs_up_frees_its_cells_within_a_step() -> None:
         before = await service.stub.Status(pb.StatusRequest())
         assert before.workers[0].cells_used >= 50
         call.cancel()
-        status = await until_idle(service)
+        status = await until_idle(service.stub)
         # Sent already when the client hung up: two steps ahead; one more may have been sent while the news travelled.
         assert status.counters.steps <= before.counters.steps + 4
         assert status.workers[0].cells_cached == 0
@@ -93,20 +50,20 @@ async def test_client_that_hangs_up_frees_its_cells_within_a_step() -> None:
 async def test_cancelled_generation_ends_with_that_reason_and_its_neighbours_go_on() -> None:
     async with in_process(fake_config("fake:step_ms=2")) as service:
         doomed = service.stub.Generate(request([1, 2, 3], max_new_tokens=2000, generation_id="doomed"))
-        neighbour = asyncio.create_task(collect(service, request([4, 5], max_new_tokens=30)))
+        neighbour = asyncio.create_task(collect(service.stub, request([4, 5], max_new_tokens=30)))
         await doomed.read()
         await service.stub.Cancel(pb.CancelRequest(generation_id="doomed"))
         responses = await rest_of(doomed)
         assert responses[-1].finish_reason == pb.FINISH_REASON_CANCELLED
         assert tokens_of(await neighbour) == undisturbed([4, 5], 30)
-        await until_idle(service)
+        await until_idle(service.stub)
 
 
 async def test_slow_client_delays_nobody_and_misses_nothing() -> None:
     async with in_process(fake_config()) as service:
         slow = service.stub.Generate(request([9], max_new_tokens=3000))
         first = await slow.read()
-        others = await asyncio.gather(*(collect(service, request([n + 1], max_new_tokens=50)) for n in range(8)))
+        others = await asyncio.gather(*(collect(service.stub, request([n + 1], max_new_tokens=50)) for n in range(8)))
         for n, responses in enumerate(others):
             assert tokens_of(responses) == undisturbed([n + 1], 50)
         rest = await rest_of(slow)
@@ -147,11 +104,11 @@ async def test_refused_request_is_one_sentence_and_changes_nothing(
 ) -> None:
     async with in_process(fake_config()) as service:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await collect(service, asked)
+            await collect(service.stub, asked)
         assert (refused.value.code(), refused.value.details()) == (code, sentence)
         status = await service.stub.Status(pb.StatusRequest())
         assert (status.running, status.waiting, status.counters.generations_started) == (0, 0, 0)
-        assert tokens_of(await collect(service, request([1], max_new_tokens=3))) == undisturbed([1], 3)
+        assert tokens_of(await collect(service.stub, request([1], max_new_tokens=3))) == undisturbed([1], 3)
 
 
 async def test_unknown_and_doubled_generation_ids_are_told_apart() -> None:
@@ -167,7 +124,7 @@ async def test_unknown_and_doubled_generation_ids_are_told_apart() -> None:
         running = service.stub.Generate(request([1], max_new_tokens=500, generation_id="mine"))
         await running.read()
         with pytest.raises(grpc.aio.AioRpcError) as doubled:
-            await collect(service, request([2], generation_id="mine"))
+            await collect(service.stub, request([2], generation_id="mine"))
         assert doubled.value.code() == grpc.StatusCode.ALREADY_EXISTS
         assert doubled.value.details() == "generation id 'mine' is in use"
         running.cancel()
@@ -178,7 +135,7 @@ async def test_deadline_of_the_call_ends_its_generation() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as expired:
             await rest_of(service.stub.Generate(request([1], max_new_tokens=2000), timeout=0.3))
         assert expired.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await until_idle(service)
+        await until_idle(service.stub)
 
 
 async def test_resumable_generation_goes_on_without_its_client_and_is_resumed_at_any_offset() -> None:
@@ -214,14 +171,13 @@ async def test_later_resume_takes_the_stream_over_and_the_earlier_one_is_told() 
 async def test_dead_worker_costs_no_token_and_is_replaced() -> None:
     async with in_process(fake_config("fake:step_ms=3", workers__count=2)) as service:
         prompts = [[n + 1, n + 2] for n in range(12)]
-        running = [asyncio.create_task(collect(service, request(p, max_new_tokens=100))) for p in prompts]
-        while (await service.stub.Status(pb.StatusRequest())).counters.output_tokens < 300:
-            await asyncio.sleep(0.005)
+        running = [asyncio.create_task(collect(service.stub, request(p, max_new_tokens=100))) for p in prompts]
+        await status_when(service.stub, lambda status: status.counters.output_tokens >= 300)
         await service.workers.kill(next(iter(service.workers.processes)))
         for prompt, task in zip(prompts, running, strict=True):
             assert tokens_of(await task) == undisturbed(prompt, 100)
         await service.host.wait_ready()
-        status = await until_idle(service)
+        status = await until_idle(service.stub)
         assert sorted((w.name, w.state) for w in status.workers) == [
             ("worker-1", "lost"),
             ("worker-2", "ready"),

@@ -1,0 +1,183 @@
+"""A whole service on real Ray and gRPC, its workers running the fake executor: life, load, faults, and the end."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from microtome.actors import cluster
+from microtome.planner.errors import BadConfig, BatchingError
+from microtome.v1 import generation_pb2 as pb
+from microtome.v1 import generation_pb2_grpc as rpc
+from tests.support.calls import collect, request, tokens_of, undisturbed, until_idle
+from tests.support.in_process import fake_config
+
+
+@asynccontextmanager
+async def stub_of(endpoint: cluster.Endpoint) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(endpoint.address) as channel:
+        yield rpc.GenerationStub(channel)
+
+
+def up(name: str, model: str = "fake", **settings: object) -> cluster.Endpoint:
+    return cluster.up(fake_config(model, service__name=name, **settings))
+
+
+def left_of(name: str, pids: list[int]) -> list[str]:
+    """Everything of the service that is still there."""
+    actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == name]
+    groups = [
+        g["name"] for g in placement_group_table().values() if f"/{name}/" in g["name"] and g["state"] != "REMOVED"
+    ]
+    processes = [str(pid) for pid in pids if psutil.pid_exists(pid)]
+    return actors + groups + processes
+
+
+async def test_32_clients_complete_on_two_workers_and_down_leaves_nothing(service_name: str) -> None:
+    endpoint = up(service_name, workers__count=2)
+    async with stub_of(endpoint) as stub:
+        prompts = [[n + 1, *range(n % 7)] for n in range(32)]
+        answers = await asyncio.gather(*(collect(stub, request(p, max_new_tokens=24)) for p in prompts))
+        for prompt, responses in zip(prompts, answers, strict=True):
+            assert tokens_of(responses) == undisturbed(prompt, 24)
+        status = await until_idle(stub)
+    assert status.counters.generations_finished == 32
+    assert all(worker.steps > 0 for worker in status.workers), "one worker did all the work"
+    driver_pid = ray.get(ray.get_actor(service_name, namespace=service_name).pid.remote())
+    pids = [driver_pid, *(worker.pid for worker in status.workers)]
+    assert len(set(pids)) == 3
+    assert all(psutil.pid_exists(pid) for pid in pids)
+
+    downed = cluster.down(service_name)
+
+    assert set(downed.pids) == set(pids)
+    assert left_of(service_name, pids) == []
+    host, port = endpoint.address.split(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), 1)
+    assert cluster.down(service_name).actors == ()
+
+
+async def test_worker_killed_in_mid_stream_changes_no_token_and_is_replaced(service_name: str) -> None:
+    endpoint = up(service_name, "fake:step_ms=5", workers__count=2)
+    async with stub_of(endpoint) as stub:
+        prompts = [[n + 1, n + 2] for n in range(16)]
+        running = [asyncio.create_task(collect(stub, request(p, max_new_tokens=120))) for p in prompts]
+        status = await status_when(stub, lambda status: status.counters.output_tokens >= 300)
+        victim = status.workers[0]
+        assert victim.sessions > 0
+        os.kill(victim.pid, signal.SIGKILL)
+        for prompt, task in zip(prompts, running, strict=True):
+            assert tokens_of(await task) == undisturbed(prompt, 120)
+        status = await until_idle(stub)
+        lost = next(worker for worker in status.workers if worker.name == victim.name)
+        assert lost.state == "lost"
+        assert lost.cause
+        await status_when(stub, lambda status: sum(w.state == "ready" for w in status.workers) == 2)
+
+
+async def test_client_that_hangs_up_frees_its_cells(service_name: str) -> None:
+    endpoint = up(service_name, "fake:step_ms=20", planner__prefix_cache="false")
+    async with stub_of(endpoint) as stub:
+        call = stub.Generate(request([1] * 50, max_new_tokens=2000))
+        await call.read()
+        before = await stub.Status(pb.StatusRequest())
+        assert before.workers[0].cells_used >= 50
+        call.cancel()
+        after = await until_idle(stub)
+        assert after.counters.steps <= before.counters.steps + 4
+
+
+async def test_bad_requests_leave_the_service_running_and_no_cell_used(service_name: str) -> None:
+    endpoint = up(service_name)
+    async with stub_of(endpoint) as stub:
+        for asked in (
+            request([]),
+            request([1] * 4096),
+            request([1], max_new_tokens=0),
+            request([1], temperature=-1.0),
+            request([1], temperature=float("nan")),
+            request([1], top_p=0.0),
+            request([1000]),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await collect(stub, asked)
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Cancel(pb.CancelRequest(generation_id="nobody"))
+        assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+        status = await until_idle(stub)
+        assert status.counters.generations_started == 0
+        assert tokens_of(await collect(stub, request([5], max_new_tokens=4))) == undisturbed([5], 4)
+
+
+def test_name_in_use_is_refused_or_joined(service_name: str) -> None:
+    endpoint = up(service_name)
+    with pytest.raises(BadConfig) as refused:
+        up(service_name)
+    assert str(refused.value) == f"a service named {service_name!r} is up already, at {endpoint.address}"
+    joined = cluster.up(fake_config(service__name=service_name), join=True)
+    assert (joined.address, joined.joined) == (endpoint.address, True)
+    assert cluster.address_of(service_name) == endpoint.address
+    assert cluster.is_up(service_name)
+    cluster.down(service_name)
+    assert not cluster.is_up(service_name)
+    with pytest.raises(BadConfig, match="no service named"):
+        cluster.address_of(service_name)
+
+
+def test_port_in_use_is_refused_and_leaves_nothing(service_name: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        with pytest.raises(BadConfig) as refused:
+            up(service_name, service__port=port)
+        assert str(refused.value) == f"port {port} on 127.0.0.1 cannot be bound: it is in use"
+    assert left_of(service_name, []) == []
+
+
+def test_model_that_cannot_be_loaded_is_refused_and_leaves_nothing(service_name: str) -> None:
+    with pytest.raises(BadConfig) as refused:
+        up(service_name, "no/such/model", workers__executor="microtome.cuda_runtime.executor:build_executor")
+    assert str(refused.value) == "model no/such/model: no such file or directory"
+    assert left_of(service_name, []) == []
+
+
+def test_executor_that_refuses_its_model_is_refused_in_its_own_words(service_name: str) -> None:
+    with pytest.raises(BadConfig) as refused:
+        up(service_name, "fake:colour=red")
+    assert "colour" in str(refused.value)
+    assert left_of(service_name, []) == []
+
+
+def test_place_that_no_node_has_is_named_resource_by_resource(service_name: str) -> None:
+    with pytest.raises(BatchingError) as refused:
+        up(service_name, workers__cpus=64, workers__place_timeout_s=0.5)
+    assert str(refused.value).startswith(
+        "no node had room for worker-1 within 0.5 s: node 127.0.0.1: CPU needs 64, free "
+    )
+    assert left_of(service_name, []) == []
+
+
+async def test_two_services_do_not_see_each_other(service_name: str) -> None:
+    other = f"{service_name}-b"
+    first, second = up(service_name), up(other)
+    try:
+        cluster.down(service_name)
+        async with stub_of(second) as stub:
+            assert tokens_of(await collect(stub, request([7], max_new_tokens=6))) == undisturbed([7], 6)
+            assert (await stub.Status(pb.StatusRequest())).service == other
+    finally:
+        cluster.down(other)
+    assert first.address != second.address
