@@ -19,7 +19,7 @@ from microtome.actors import cluster
 from microtome.planner.errors import BadConfig, BatchingError
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
-from tests.support.calls import collect, request, tokens_of, undisturbed, until_idle
+from tests.support.calls import collect, request, status_when, tokens_of, undisturbed, until_idle
 from tests.support.in_process import fake_config
 
 

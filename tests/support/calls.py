@@ -48,9 +48,11 @@ def tokens_of(responses: list[pb.GenerateResponse]) -> list[int]:
 
 async def status_when(stub: Any, true: Callable[[pb.StatusResponse], bool]) -> pb.StatusResponse:
     """The first status of which it is true."""
-    while not true(status := await stub.Status(pb.StatusRequest())):
-        await asyncio.sleep(POLL_S)  # noqa: ASYNC110 - a service elsewhere cannot set an event here
-    return status
+    while True:
+        status: pb.StatusResponse = await stub.Status(pb.StatusRequest())
+        if true(status):
+            return status
+        await asyncio.sleep(POLL_S)
 
 
 async def until_idle(stub: Any) -> pb.StatusResponse:
