@@ -12,7 +12,9 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -295,15 +297,16 @@ def _start_local_ray(config: ServiceConfig) -> None:
     if not ray_private.binds_to_loopback():
         ray_private.bind_to_loopback()
     wanted = 1 + config.workers.cpus * config.workers.count
-    ray.init(
-        address="local",
-        namespace=config.service.ray_namespace,
-        num_cpus=max(os.cpu_count() or 1, int(-(-wanted // 1))),
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-    )
+    with _sigterm_kept():
+        ray.init(
+            address="local",
+            namespace=config.service.ray_namespace,
+            num_cpus=max(os.cpu_count() or 1, int(-(-wanted // 1))),
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
 
 
 def _connect(ray_address: str | None, namespace: str) -> None:
@@ -317,12 +320,30 @@ def _connect(ray_address: str | None, namespace: str) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # said, because unset means something else at each entry point
     _check_listens(ray_address)
     try:
-        ray.init(address=ray_address, namespace=namespace, log_to_driver=False, configure_logging=False)
+        with _sigterm_kept():
+            ray.init(address=ray_address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RayError, RuntimeError) as error:
         raise BadConfig(
             f"the Ray at {ray_address} cannot be joined (RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']}): "
             f"{_last_line(error)}"
         ) from error
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, twice: its C++ side prints a stack, its Python side exits. It is given back.
+
+    Only the main thread may; elsewhere Ray leaves Python's side alone, and its own stays.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:  # None: C code had it, and only C code could put it back
+            signal.signal(signal.SIGTERM, before)
 
 
 def _check_listens(ray_address: str) -> None:

@@ -68,7 +68,6 @@ def running(config: "ServiceConfig", ray_address: str | None = None) -> "Iterato
     with _sigterm_leaves(), _disconnected_after(ray):
         endpoint: Endpoint = cluster.up(config, ray_address=ray_address)
         try:
-            _leave_on_sigterm()  # again: starting Ray has put its own in place
             yield endpoint
         finally:
             with _one_signal_ignored():
@@ -118,11 +117,6 @@ def _disconnected_after(ray: Any) -> Iterator[None]:
                 ray.shutdown()
 
 
-def _leave_on_sigterm() -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminated)
-
-
 def _terminated(signum: int, frame: object) -> None:
     raise SystemExit(128 + signum)
 
@@ -132,8 +126,7 @@ def _sigterm_leaves() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
-    _leave_on_sigterm()
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
     finally:
