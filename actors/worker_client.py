@@ -41,6 +41,16 @@ logger = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.05  # between tries to get a stream back
 
+# What gRPC says of a broken connection, depending on what was under way. A worker that means it says ABORTED.
+BROKEN_LINK = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+
 StepsCall = grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult]
 
 
@@ -371,11 +381,11 @@ async def _write(call: StepsCall, outbox: asyncio.Queue[pb.StepPlan]) -> None:
 
 
 async def _ending(call: StepsCall) -> _Broken:
-    """How a stream that is over ended. Only a broken connection is worth another try."""
+    """How a stream that is over ended."""
     code, details = await call.code(), await call.details()
     if code is grpc.StatusCode.OK:
         return _Broken("it closed the step stream", final=True)
-    return _Broken(f"{code.name}: {details}", final=code is not grpc.StatusCode.UNAVAILABLE)
+    return _Broken(f"{code.name}: {details}", final=code not in BROKEN_LINK)
 
 
 def _cause(error: Any) -> str:

@@ -68,10 +68,12 @@ async def _refuse(requests: object, context: Context) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Close:
-    """Put among a stream's answers: there are no more. `code` None: the driver has closed its side, all is well."""
+    """Put among a stream's answers: there are no more. `cause` None: the driver has closed its side, all is well.
 
-    code: grpc.StatusCode | None = None
-    details: str = ""
+    With a cause the stream ends with ABORTED, which no broken link does: the driver takes it as meant.
+    """
+
+    cause: str | None = None
 
 
 class _Stream:
@@ -110,7 +112,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def close(self, cause: str) -> None:
         """End the open stream, if any, behind the answers that are there."""
         if self._stream is not None:
-            self._stream.answers.put_nowait(_Close(grpc.StatusCode.INTERNAL, cause))
+            self._stream.answers.put_nowait(_Close(cause))
 
     # --- the calls ---
 
@@ -127,7 +129,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         stream = _Stream(self._link.max_unanswered_steps + 1)
         older, self._stream = self._stream, stream
         if older is not None:
-            older.answers.put_nowait(_Close(grpc.StatusCode.ABORTED, "a newer step stream has taken over"))
+            older.answers.put_nowait(_Close("a newer step stream has taken over"))
         logger.info("steps opened peer=%s", context.peer())
         reading = asyncio.create_task(self._read(requests, stream))
         try:
@@ -157,8 +159,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         while True:
             answer = await stream.answers.get()
             if isinstance(answer, _Close):
-                if answer.code is not None:
-                    await context.abort(answer.code, answer.details)
+                if answer.cause is not None:
+                    await context.abort(grpc.StatusCode.ABORTED, answer.cause)
                 return
             await context.write(answer_to_message(answer))
             stream.room.release()

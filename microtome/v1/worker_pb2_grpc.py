@@ -62,10 +62,10 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Steps(self, request_iterator, context):
-        """One stream per incarnation: a newer one ends the older with ABORTED. Accepted when the initial metadata arrives,
-        which names the incarnation (hex) under `microtome-incarnation`. Plans are run one at a time, in the order of their
-        step numbers, and answered in that order. A repeat of one of the newest steps is answered from its stored result
-        and not run again.
+        """One stream per incarnation: a newer one ends the older. A stream that the worker ends on purpose ends with ABORTED.
+        Accepted when the initial metadata arrives, which names the incarnation (hex) under `microtome-incarnation`.
+        Plans are run one at a time, in the order of their step numbers, and answered in that order. A repeat of one of the
+        newest steps is answered from its stored result and not run again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

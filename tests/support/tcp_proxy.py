@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 class TcpProxy:
     """`cut` breaks the connections there are; `forwarding` False: new ones are accepted and closed at once.
 
-    `hold` keeps the target's bytes from arriving, both ways and silently, until `let_go`.
+    `hold` keeps bytes from arriving, both ways and silently; those held are lost with a `cut`, which ends the hold.
     """
 
     def __init__(self, target: str) -> None:
@@ -26,12 +26,12 @@ class TcpProxy:
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
+        for task in self._tasks:
+            task.cancel()
+        self._flowing.set()
 
     def hold(self) -> None:
         self._flowing.clear()
-
-    def let_go(self) -> None:
-        self._flowing.set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self.forwarding:
@@ -67,8 +67,5 @@ async def tcp_proxy(target: str) -> AsyncIterator[TcpProxy]:
     finally:
         server.close()
         proxy.cut()
-        proxy.let_go()
-        for task in list(proxy._tasks):
-            task.cancel()
         await asyncio.gather(*proxy._tasks, return_exceptions=True)
         await server.wait_closed()

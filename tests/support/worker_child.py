@@ -43,8 +43,9 @@ class WorkerChild:
 
     def ended(self, timeout_s: float = 10) -> str:
         """Wait until it has ended by itself; the cause it named."""
-        out, _ = self._process.communicate(timeout=timeout_s)
-        return out.strip().removeprefix("ENDED ")
+        self._process.wait(timeout_s)
+        assert self._process.stdout is not None
+        return self._process.stdout.read().strip().removeprefix("ENDED ")
 
     @property
     def exit_status(self) -> int | None:
