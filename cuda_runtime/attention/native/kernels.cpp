@@ -11,14 +11,18 @@
 #include "kernels.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "amx.h"
 #include "vectors.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 namespace microtome {
 namespace {
@@ -113,10 +117,16 @@ INLINE void prefetch(const Cell* from, int64_t size) {
   for (int64_t at = 0; at < size * int64_t(sizeof(Cell)); at += 64) __builtin_prefetch(bytes + at);
 }
 
+template <typename Cell>
+INLINE void prefetch_far(const Cell* from, int64_t size) {  // into the second-level cache
+  const char* bytes = reinterpret_cast<const char*>(from);
+  for (int64_t at = 0; at < size * int64_t(sizeof(Cell)); at += 64) __builtin_prefetch(bytes + at, 0, 2);
+}
+
 // logits[h][j] = q[h] . K[cells[j]], for kHeads heads and j in [0, count); the tail up to a whole vector is unset.
 template <typename Cell, int kHeads, int kSize>
-void dot_cells(const float* q, const Cell* k, int64_t stride, const int32_t* cells, int count, int64_t any_size,
-               float* logits) {
+void dot_cells(const float* q, const Cell* k, const Cell* v, int64_t stride, const int32_t* cells, int count,
+               int64_t any_size, float* logits) {
   const int64_t size = kSize ? kSize : any_size;
   alignas(64) Vec part[kHeads][kLanes];
   for (int from = 0; from < count; from += kLanes) {
@@ -124,6 +134,7 @@ void dot_cells(const float* q, const Cell* k, int64_t stride, const int32_t* cel
     for (int j = 0; j < here; ++j) {
       const Cell* row = k + cells[from + j] * stride;
       if (from + j + kLanes < count) prefetch(k + cells[from + j + kLanes] * stride, size);
+      prefetch_far(v + cells[from + j] * stride, size);
       Vec sum[kHeads] = {};
       for (int64_t d = 0; d < size; d += kLanes) {
         Vec x = load(row + d);
@@ -206,6 +217,9 @@ void weigh(float* logits, int count, const Softmax& softmax, float* maximum, flo
   *sum = total(sums);
 }
 
+// What makes a dot product the logit: in units of log 2, unless a soft cap comes first.
+float query_scale(const Softmax& softmax) { return softmax.scale * (softmax.softcap > 0 ? 1.0f : kLog2e); }
+
 // Positions [first, first + count) of one row, count <= kChunk, for all heads; `out` is overwritten.
 template <typename Cell>
 void attend_chunk(const Forward& f, const Softmax& softmax, const float* q, const int32_t* cells, int count,
@@ -222,9 +236,9 @@ void attend_chunk(const Forward& f, const Softmax& softmax, const float* q, cons
       const float* qh = q + head * size;
       float* acc = out.acc + head * size;
 #define DOT(HEADS)                                                                                      \
-  size == 64    ? dot_cells<Cell, HEADS, 64>(qh, k, stride, cells, count, size, weights)                \
-  : size == 128 ? dot_cells<Cell, HEADS, 128>(qh, k, stride, cells, count, size, weights)               \
-                : dot_cells<Cell, HEADS, 0>(qh, k, stride, cells, count, size, weights)
+  size == 64    ? dot_cells<Cell, HEADS, 64>(qh, k, v, stride, cells, count, size, weights)                \
+  : size == 128 ? dot_cells<Cell, HEADS, 128>(qh, k, v, stride, cells, count, size, weights)               \
+                : dot_cells<Cell, HEADS, 0>(qh, k, v, stride, cells, count, size, weights)
       switch (heads) {
         case 1: DOT(1); break;
         case 2: DOT(2); break;
@@ -245,6 +259,113 @@ void attend_chunk(const Forward& f, const Softmax& softmax, const float* q, cons
     }
   }
 }
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define MICROTOME_BF16_DOT 1
+
+// The same two products for bfloat16 tokens over a bfloat16 pool. Dot products take pairs of elements at once (exact
+// products, float32 sums); `unit` is what makes them logits. Weights stay float32: V's even and odd elements are widened
+// apart, which takes one instruction each, and are put in order at the end.
+template <int kHeads, int kSize>
+void dot_cells_bf16(const bf16* const* q, float unit, const bf16* k, const bf16* v, int64_t stride,
+                    const int32_t* cells, int count, int64_t any_size, float* logits) {
+  const int64_t size = kSize ? kSize : any_size;
+  alignas(64) Vec part[kHeads][kLanes];
+  for (int from = 0; from < count; from += kLanes) {
+    const int here = std::min(kLanes, count - from);
+    for (int j = 0; j < here; ++j) {
+      const bf16* row = k + cells[from + j] * stride;
+      if (from + j + kLanes < count) prefetch(k + cells[from + j + kLanes] * stride, size);
+      prefetch_far(v + cells[from + j] * stride, size);
+      __m512 sum[kHeads];
+      for (int h = 0; h < kHeads; ++h) sum[h] = _mm512_setzero_ps();
+      for (int64_t d = 0; d < size; d += 32) {
+        const __m512bh x = (__m512bh)_mm512_loadu_si512(row + d);
+        for (int h = 0; h < kHeads; ++h) {
+          sum[h] = _mm512_dpbf16_ps(sum[h], x, (__m512bh)_mm512_loadu_si512(q[h] + d));
+        }
+      }
+      for (int h = 0; h < kHeads; ++h) part[h][j] = (Vec)sum[h];
+    }
+    for (int j = here; j < kLanes; ++j) {
+      for (int h = 0; h < kHeads; ++h) part[h][j] = Vec{};
+    }
+    for (int h = 0; h < kHeads; ++h) store(logits + h * kChunk + from, sum_each(part[h]) * unit);
+  }
+}
+
+template <int kHeads, int kPairs>
+INLINE void add_cells_bf16(const float* weights, const bf16* v, int64_t stride, const int32_t* cells, int count,
+                           int64_t size, float* acc) {
+  __m512 even[kHeads][kPairs], odd[kHeads][kPairs];
+  for (int h = 0; h < kHeads; ++h) {
+    for (int i = 0; i < kPairs; ++i) even[h][i] = odd[h][i] = _mm512_setzero_ps();
+  }
+  const __m512i high = _mm512_set1_epi32(int32_t(0xffff0000));
+  for (int j = 0; j < count; ++j) {
+    const bf16* row = v + cells[j] * stride;
+    if (j + 8 < count) prefetch(v + cells[j + 8] * stride, kPairs * 32);
+    for (int i = 0; i < kPairs; ++i) {
+      const __m512i x = _mm512_loadu_si512(row + i * 32);
+      const __m512 x_even = (__m512)_mm512_slli_epi32(x, 16), x_odd = (__m512)_mm512_and_si512(x, high);
+      for (int h = 0; h < kHeads; ++h) {
+        const __m512 w = _mm512_set1_ps(weights[h * kChunk + j]);
+        even[h][i] = _mm512_fmadd_ps(w, x_even, even[h][i]);
+        odd[h][i] = _mm512_fmadd_ps(w, x_odd, odd[h][i]);
+      }
+    }
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    for (int i = 0; i < kPairs; ++i) {
+      const Vec e = (Vec)even[h][i], o = (Vec)odd[h][i];
+      float* to = acc + h * size + i * 32;
+      store(to, __builtin_shufflevector(e, o, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+      store(to + 16, __builtin_shufflevector(e, o, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    }
+  }
+}
+
+template <int kHeads>
+void weigh_group_bf16(const bf16* const* q, float unit, const bf16* k, const bf16* v, int64_t stride,
+                      const int32_t* cells, int count, int64_t size, const Softmax& softmax, float* maximum,
+                      float* sum, float* acc) {
+  alignas(64) float weights[kHeads * kChunk];
+  if (size == 64) {
+    dot_cells_bf16<kHeads, 64>(q, unit, k, v, stride, cells, count, size, weights);
+  } else if (size == 128) {
+    dot_cells_bf16<kHeads, 128>(q, unit, k, v, stride, cells, count, size, weights);
+  } else {
+    dot_cells_bf16<kHeads, 0>(q, unit, k, v, stride, cells, count, size, weights);
+  }
+  for (int h = 0; h < kHeads; ++h) weigh(weights + h * kChunk, count, softmax, maximum + h, sum + h);
+  int64_t d = 0;
+  for (; d + 64 <= size; d += 64) add_cells_bf16<kHeads, 2>(weights, v + d, stride, cells, count, size, acc + d);
+  if (d < size) add_cells_bf16<kHeads, 1>(weights, v + d, stride, cells, count, size, acc + d);
+}
+
+void attend_chunk_bf16(const Forward& f, const Softmax& softmax, const Tokens& q, int64_t token, const int32_t* cells,
+                       int count, Partial out) {
+  const int64_t size = f.size, group = f.heads / f.kv_heads, stride = f.kv_heads * size;
+  const float unit = query_scale(softmax);
+  for (int64_t head = 0; head < f.heads;) {
+    const int64_t g = head / group;
+    const int heads = int(std::min<int64_t>(4, (g + 1) * group - head));
+    const bf16* k = static_cast<const bf16*>(f.k_pool) + g * size;
+    const bf16* v = static_cast<const bf16*>(f.v_pool) + g * size;
+    const bf16* queries[4];
+    for (int h = 0; h < heads; ++h) {
+      queries[h] = static_cast<const bf16*>(q.data) + token * q.token_stride + (head + h) * q.head_stride;
+    }
+    float *maximum = out.maximum + head, *sum = out.sum + head, *acc = out.acc + head * size;
+    const auto weigh_group = heads == 1   ? weigh_group_bf16<1>
+                             : heads == 2 ? weigh_group_bf16<2>
+                             : heads == 3 ? weigh_group_bf16<3>
+                                          : weigh_group_bf16<4>;
+    weigh_group(queries, unit, k, v, stride, cells, count, size, softmax, maximum, sum, acc);
+    head += heads;
+  }
+}
+#endif
 
 float exp2_one(float x) { return exp2(splat(x))[0]; }
 
@@ -278,9 +399,6 @@ void finish(const Forward& f, Partial state, const Tokens& out, int64_t token) {
   }
 }
 
-// q as floats, times what makes a dot product the logit (in units of log 2 unless a soft cap comes first).
-float query_scale(const Softmax& softmax) { return softmax.scale * (softmax.softcap > 0 ? 1.0f : kLog2e); }
-
 void load_queries(const Forward& f, const Softmax& softmax, const Tokens& q, int64_t token, float* to) {
   const float scale = query_scale(softmax);
   for (int64_t head = 0; head < f.heads; ++head) {
@@ -301,14 +419,25 @@ void attend_alone(const Forward& f, const Softmax& softmax, const Tokens& q, con
   const int32_t* row = f.rows + f.token_rows[token] * f.row_stride;
   const int64_t queries = f.heads * f.size, partial = Partial::floats(f);
   float* mine = scratch(queries + 2 * partial);
-  load_queries(f, softmax, q, token, mine);
+#ifdef MICROTOME_BF16_DOT
+  const bool pairs = std::is_same_v<Cell, bf16> && q.type == Type::BF16 && f.size % 32 == 0;
+#else
+  constexpr bool pairs = false;
+#endif
+  if (!pairs) load_queries(f, softmax, q, token, mine);
   Partial state(mine + queries, f.heads), here(mine + queries + partial, f.heads);
   if (!partials) start(f, softmax, state);
   for (int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
     const int64_t from = low + chunk * kChunk;
     const int count = int(std::min<int64_t>(kChunk, position + 1 - from));
     Partial to = partials ? Partial(partials + chunk * partial, f.heads) : here;
-    attend_chunk<Cell>(f, softmax, mine, row + from, count, to);
+    if (!pairs) {
+      attend_chunk<Cell>(f, softmax, mine, row + from, count, to);
+    } else {
+#ifdef MICROTOME_BF16_DOT
+      attend_chunk_bf16(f, softmax, q, token, row + from, count, to);
+#endif
+    }
     if (!partials) merge(f, state, here);
   }
   if (!partials) finish(f, state, out, token);
