@@ -119,7 +119,9 @@ class DecodeFirstScheduler:
 
     def dismiss(self, session: SessionId) -> list[Input]:
         self._ranks.pop(session, None)
-        return self.cancel(session)
+        dropped = self.cancel(session)
+        self._prefills.forget(session)
+        return dropped
 
     def clear(self) -> list[Input]:
         sessions = [session for session, _, _ in self._decodes.places() + self._prefills.places()]
@@ -175,8 +177,8 @@ class DecodeFirstScheduler:
                 self._overdue = 0
             batch.append(head)
             room -= head.width
-            self._arrivals += 1
             prefills.take(head, self._step << STAMP_BITS | self._arrivals)
+            self._arrivals += 1
         prefills.end_batch()
 
     def _standing(self, own: tuple[Rank, int], others: list[tuple[Rank, int]]) -> Standing:

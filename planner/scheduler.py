@@ -4,8 +4,8 @@ A scheduler owns the inputs that wait for one worker. It calls nobody: what it p
 deals with it. One thread calls it. It reads ids, kinds, starts and widths, never token values; where K and V live is
 `cells`' business. Widths and budgets count tokens.
 
-An input is identified by its session and start. Inputs of one session run in the order in which they were submitted, a
-decode and a prefill of one session never in one step. Whatever was accepted comes back exactly once: from
+An input is identified by its session and start. Inputs of one session and kind run in the order in which they were
+submitted, a decode and a prefill of one session never in one step. Whatever was accepted comes back exactly once: from
 `next_batch`, `cancel`, `dismiss` or `clear`; an input given back with `put_back` waits again.
 """
 

@@ -94,7 +94,8 @@ class TenantShares:
     def given_back(self, tenant: str, tokens: int) -> None:
         """An input of `tokens` that was served did not run after all, and waits again."""
         self.queued(tenant)
-        self._tenants[tenant].level -= tokens * self._tenants[tenant].per_token
+        state = self._tenants[tenant]
+        state.level = max(state.level - tokens * state.per_token, self._floor - self._credit)
 
     def _forget_gone(self) -> None:
         """Paid for by the tenants that came since the last time."""

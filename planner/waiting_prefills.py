@@ -49,8 +49,8 @@ class WaitingPrefills:
         queue = self._queues.get(item.session)
         if queue is None:
             # A session cancelled and back before the next batch keeps its place, so it gains nothing and loses nothing.
-            place = self._vacated.pop(item.session, stamp - (rank.lead_steps << STAMP_BITS))
-            queue = self._queues[item.session] = _Queue(rank, place)
+            place = self._vacated.pop(item.session, stamp)
+            queue = self._queues[item.session] = _Queue(rank, place - (rank.lead_steps << STAMP_BITS))
         queue.inputs.append(item)
         queue.starts.add(item.start)
         if self._shares is not None:
@@ -123,11 +123,15 @@ class WaitingPrefills:
         queue = self._queues.pop(session, None)
         if queue is None:
             return []
-        self._vacated[session] = queue.key
+        self._vacated[session] = queue.key + (queue.rank.lead_steps << STAMP_BITS)
         if self._shares is not None:
             self._shares.dropped(queue.rank.tenant, len(queue.inputs))
         self._leave_line(session, queue)
         return list(queue.inputs)
+
+    def forget(self, session: SessionId) -> None:
+        """A session is over: its place is not kept."""
+        self._vacated.pop(session, None)
 
     def places(self) -> list[tuple[SessionId, Rank, int]]:
         """Every session with something waiting, its rank, and the stamp of its place."""
