@@ -24,6 +24,9 @@ from microtome.planner.errors import BadConfig
 
 ENVIRONMENT_PREFIX = "MICROTOME_"
 
+# Of a step's plan at most: a token's cell and id, and its input's sequence, start, width and flags, as varints.
+PLAN_BYTES_PER_TOKEN = 24
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _IMPORT_STRING = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -115,12 +118,17 @@ class ServiceConfig:
             raise BadConfig(f"workers.gpus {self.workers.gpus:g} is above 0, and runtime.device cpu uses none")
         if self.workers.gpus == 0 and self.runtime.device != "cpu":
             raise BadConfig(f"workers.gpus 0 leaves runtime.device {self.runtime.device} without its 1 device")
-        # Per token of a step at most: its cell and id, and its input's sequence, start, width and flags, as varints.
-        plan_bytes = 24 * self.runtime.max_step_tokens
+        step_tokens = max(self.runtime.max_step_tokens, self.planner.max_batch_tokens or 0)
+        plan_bytes = PLAN_BYTES_PER_TOKEN * step_tokens
         if plan_bytes > self.link.max_message_bytes:
             raise BadConfig(
                 f"link.max_message_bytes {self.link.max_message_bytes} is below the {plan_bytes} that a plan of "
-                f"runtime.max_step_tokens {self.runtime.max_step_tokens} can take"
+                f"{step_tokens} tokens can take"
+            )
+        if self.planner.plan_ahead > self.link.max_unanswered_steps:
+            raise BadConfig(
+                f"planner.plan_ahead {self.planner.plan_ahead} is above link.max_unanswered_steps "
+                f"{self.link.max_unanswered_steps}: a worker could not repeat an answer that was lost"
             )
 
     @property
