@@ -1,9 +1,10 @@
 """Who waits for a first step, in which order they start, and how many may.
 
-`WaitingLine` owns the generations without a place on a worker. New ones stand in a bounded line per priority, in the
-order of start-time fair queueing over tenants: each is tagged with the tokens its tenant has asked for, divided by the
-tenant's weight, and the smallest tag is next. A tenant that floods delays itself; tags only grow, so no tenant starves.
-Parked and moved generations stand apart, are not counted against the bounds, and are never refused.
+`WaitingLine` owns the generations without a place on a worker. How many new ones there may be is bounded. They stand in
+a line per priority, in the order of start-time fair queueing over tenants: each is tagged with the tokens its tenant
+has asked for, divided by the tenant's weight, and the smallest tag is next. A tenant that floods delays itself; tags
+only grow, so no tenant starves. Parked and moved generations stand apart, are not counted against the bounds, and are
+never refused.
 
 Between priorities, and between the new and the returning, the more senior rank is next: submission time minus priority
 times ageing, so waiting long enough outweighs any priority. Adding and taking cost the logarithm of the line.
@@ -35,12 +36,12 @@ class WaitingLine:
         self._returning_tokens = 0
 
     def __len__(self) -> int:
-        """New and returning generations."""
+        """New, expected and returning generations."""
         return self._waiting + self._returning_count
 
     @property
     def waiting(self) -> int:
-        """New generations only."""
+        """New and expected generations."""
         return self._waiting
 
     @property
@@ -57,8 +58,14 @@ class WaitingLine:
             free = self._max_tokens - self._tokens
             raise AtCapacity("queued prompt tokens", tokens, free, retry_after_ms)
 
+    def expect(self, generation: Generation) -> None:
+        """A new generation counts as waiting; `add` lets it stand in line when it could start."""
+        generation.state = State.SETTLING
+        self._waiting += 1
+        self._tokens += generation.prompt_tokens
+
     def add(self, generation: Generation) -> None:
-        """A new generation joins its priority's line."""
+        """An expected generation joins its priority's line."""
         tenant = generation.options.tenant
         tag = max(self._virtual, self._asked.get(tenant, 0.0))
         self._asked[tenant] = tag + (generation.prompt_tokens + generation.limit) / self._weights.get(tenant, 1.0)
@@ -69,8 +76,6 @@ class WaitingLine:
         self._arrivals += 1
         heapq.heappush(self._levels.setdefault(generation.options.priority, []), (tag, self._arrivals, generation))
         generation.state = State.WAITING
-        self._waiting += 1
-        self._tokens += generation.prompt_tokens
 
     def add_returning(self, generation: Generation) -> None:
         """A generation that had a place and lost it joins again."""
@@ -106,7 +111,7 @@ class WaitingLine:
         self.leave(generation)
 
     def leave(self, generation: Generation) -> None:
-        """`generation` is in line no more. The caller changes its state: that makes its entry void."""
+        """`generation` waits no more. The caller changes its state: that makes its entry void."""
         if generation.state is State.RETURNING:
             self._returning_count -= 1
             self._returning_tokens -= len(generation.session.transcript)

@@ -92,7 +92,6 @@ class Control:
         self._line = WaitingLine(config.max_waiting, config.max_waiting_tokens, config.weights())
         self._deadlines: list[tuple[int, int, Generation]] = []  # heap
         self._arrivals = 0
-        self._uses = 0
         self._counters = Counters()
         self._now = 0
         self._out: list[Instruction] = []
@@ -254,12 +253,9 @@ class Control:
             seeded = replace(options, sampling=replace(options.sampling, seed=seed))
             sibling = self._begin(name, twin, prompt, seeded)
             sibling.leader = first
-            sibling.state = State.SETTLING
             first.followers.append(sibling)
         resident = session.resident
-        if resident is not None and (resident.rows or resident.leaving):
-            first.state = State.SETTLING
-        else:
+        if resident is None or not (resident.rows or resident.leaving):
             self._line.add(first)
 
     def _begin(
@@ -277,6 +273,7 @@ class Control:
         g.generated_from = len(session.transcript)
         g.sampling = replace(options.sampling, prompt_tokens=g.generated_from, stop_token_ids=options.stop_token_ids)
         self._generations[name] = g
+        self._line.expect(g)
         if options.deadline_us is not None:
             heapq.heappush(self._deadlines, (options.deadline_us, self._arrivals, g))
         self._counters.generations_started += 1
@@ -349,9 +346,9 @@ class Control:
         """The generation is over; `tokens` are its last, counted already. Cells go when nothing of it is under way."""
         session, r = g.session, g.session.resident
         w = self._worker_of(r)
-        if g.state in (State.WAITING, State.RETURNING):
+        if g.state is not State.RUNNING:
             self._line.leave(g)
-        elif g.state is State.RUNNING and w is not None and r is not None:
+        elif w is not None and r is not None:
             if not g.delivered:
                 g.consumed = max(g.consumed, min(r.planned, g.generated_from))
             w.end(r)
@@ -375,8 +372,6 @@ class Control:
             )
         )
         session.generation = None
-        self._uses += 1
-        session.used = self._uses
         if g.delivered:
             session.pending = True
         elif g.consumed > g.base:
@@ -466,9 +461,7 @@ class Control:
                 self._counters.parked += not w.draining
                 self._line.add_returning(g)
         elif g is None:
-            w.trim(r, session.length)
-            w.remember(r)
-            w.annotate(r, encode_note(_idle_note(session)))
+            w.rest(r, session.length, encode_note(_idle_note(session)))
             if w.draining:
                 w.leave(r)
         following = session.generation
@@ -677,8 +670,6 @@ class Control:
         w = self._worker_of(source.resident)
         if w is not None and source.resident is not None and not source.resident.leaving:
             w.clone(source.resident, twin, encode_note(_idle_note(twin)))
-        self._uses += 1
-        twin.used = self._uses
         return twin
 
     def _rewind_session(self, event: RewindSession) -> Session:
@@ -731,8 +722,8 @@ class Control:
             fits = [
                 w
                 for w in self._workers.values()
-                if w.has_sequence or g.session.resident is not None
-                if w.room - w.headroom >= g.needed
+                if w.has_sequence or w.idle or g.session.resident is not None
+                if w.room - w.headroom >= g.needed or w.idle
             ]
             g.needed = 0 if fits else g.needed
             chosen = next((w for w in by_preference(g, fits) if self._start(g, w)), None)

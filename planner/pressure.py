@@ -22,20 +22,13 @@ from microtome.planner.types import Input, SessionId
 
 
 def most_junior(residents: Iterable[Resident], than: Rank) -> Resident | None:
-    """Who gives way next to a session of rank `than`; None if nobody may. Those that leave already do not count."""
-    idle: Resident | None = None
+    """Which running session gives way to one of rank `than`; None if none may. Those that leave do not count."""
     junior: Resident | None = None
+    worst = than
     for r in residents:
-        if r.leaving:
-            continue
-        g = r.generation
-        if g is None:
-            # Between generations; with rows under way it is about to be idle, and its cells are not free yet.
-            if not r.rows and (idle is None or r.session.used < idle.session.used):
-                idle = r
-        elif g.rank > than and (junior is None or junior.generation is None or g.rank > junior.generation.rank):
-            junior = r
-    return idle or junior
+        if r.generation is not None and not r.leaving and r.generation.rank > worst:
+            junior, worst = r, r.generation.rank
+    return junior
 
 
 def by_seniority(batch: Sequence[Input], ranks: dict[SessionId, Rank]) -> list[Input]:

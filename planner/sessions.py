@@ -23,7 +23,7 @@ LAST_SESSION_ID = 2**63 - 1
 class Session:
     """Mutable; changed by `Control` and its parts only."""
 
-    __slots__ = ("cache_salt", "generation", "id", "opened", "pending", "resident", "tenant", "transcript", "used")
+    __slots__ = ("cache_salt", "generation", "id", "opened", "pending", "resident", "tenant", "transcript")
 
     def __init__(self, session: SessionId, tenant: str, cache_salt: str, *, opened: bool) -> None:
         self.id = session
@@ -34,7 +34,6 @@ class Session:
         self.pending = False  # the transcript's last token was delivered and not run
         self.generation: Generation | None = None
         self.resident: Resident | None = None
-        self.used = 0  # when a generation on it last ended: the idle session used longest ago is parked first
 
     @property
     def length(self) -> int:

@@ -96,6 +96,7 @@ class WorkerPlan:
         )
         self.residents: dict[SessionId, Resident] = {}
         self.running = 0  # residents with a generation
+        self.idle: dict[SessionId, Resident] = {}  # those between generations, the one used longest ago first
         self.in_flight: deque[Step] = deque()
         self.draining = False
         self.released = False  # drained, and said so
@@ -150,13 +151,10 @@ class WorkerPlan:
     def start(self, generation: Generation, note: bytes) -> bool:
         """Give the generation's session a place, or go on with the one it has. False: no room, nothing changed."""
         session = generation.session
-        r = session.resident
-        if r is None:
-            r = self._clone_leader(generation) or self._open(generation)
-            if r is None:
+        while (r := self._place(generation)) is None:
+            if not self._part_with_idle(session):
                 return False
-        elif not self._fits(generation, len(session.transcript) - r.planned):
-            return False
+        self.idle.pop(session.id, None)
         self.residents[session.id] = r
         session.resident = r
         self._ops.append(SetSampling(r.sequence, generation.sampling))
@@ -175,7 +173,7 @@ class WorkerPlan:
         if upto == 0 or not self.has_sequence:
             return False
         r = self._clone(source, twin, upto)
-        self.residents[twin.id] = r
+        self.residents[twin.id] = self.idle[twin.id] = r
         twin.resident = r
         self._ops.append(Annotate(r.sequence, note))
         return True
@@ -187,6 +185,7 @@ class WorkerPlan:
         session.resident = r
         self.residents[session.id] = r
         if generation is None:
+            self.idle[session.id] = r
             return
         r.generation = generation
         self.running += 1
@@ -194,7 +193,7 @@ class WorkerPlan:
         if sampled:
             r.feedback_at = length
         else:
-            self.trim(r, len(session.transcript) - 1)  # the last token is run again, for the one after it
+            self._trim(r, len(session.transcript) - 1)  # the last token is run again, for the one after it
         self._submit(r)
 
     def disown(self, sequence: SequenceId) -> None:
@@ -212,21 +211,17 @@ class WorkerPlan:
         """The resident gives up its cells: now, or when what is under way of it is settled."""
         if not resident.leaving:
             self._withdraw(resident)
+            self.idle.pop(resident.session.id, None)
             resident.leaving = True
         if not resident.rows:
             self._remove(resident)
 
-    def trim(self, resident: Resident, length: int) -> None:
-        """Forget what the resident has from position `length` up. Nothing of it is under way."""
-        if self.table.length(resident.sequence) > length:
-            self.table.rewind(resident.sequence, length)
-            self._ops.append(TruncateSequence(resident.sequence, Position(length)))
-            resident.planned = length
-            resident.feedback_at = None
-            resident.inserted = min(resident.inserted, length)
-
-    def annotate(self, resident: Resident, note: bytes) -> None:
+    def rest(self, resident: Resident, length: int, note: bytes) -> None:
+        """The resident is idle, its session's committed length is `length`, and nothing of it is under way."""
+        self._trim(resident, length)
+        self.remember(resident)
         self._ops.append(Annotate(resident.sequence, note))
+        self.idle[resident.session.id] = resident
 
     def remember(self, resident: Resident) -> None:
         """Let the prefix cache hold what the resident has committed of its transcript."""
@@ -362,6 +357,20 @@ class WorkerPlan:
         generation.needed = min(generation.needed or needed, needed)
         return False
 
+    def _place(self, generation: Generation) -> Resident | None:
+        """The place that the generation's session has, or a new one; None: no room."""
+        r = generation.session.resident
+        if r is None:
+            return self._clone_leader(generation) or self._open(generation)
+        return r if self._fits(generation, len(generation.session.transcript) - r.planned) else None
+
+    def _part_with_idle(self, session: Session) -> bool:
+        """Let the idle session that was used longest ago give up its cells; the cache may keep them. False: none is."""
+        other = next((r for name, r in self.idle.items() if name != session.id), None)
+        if other is not None:
+            self.leave(other)
+        return other is not None
+
     def _open(self, generation: Generation) -> Resident | None:
         session = generation.session
         if not self.has_sequence:
@@ -395,6 +404,15 @@ class WorkerPlan:
         r = Resident(twin, self.id, sequence, upto)
         r.inserted = min(source.inserted, upto)
         return r
+
+    def _trim(self, resident: Resident, length: int) -> None:
+        """Forget what the resident has from position `length` up. Nothing of it is under way."""
+        if self.table.length(resident.sequence) > length:
+            self.table.rewind(resident.sequence, length)
+            self._ops.append(TruncateSequence(resident.sequence, Position(length)))
+            resident.planned = length
+            resident.feedback_at = None
+            resident.inserted = min(resident.inserted, length)
 
     def _submit(self, r: Resident) -> None:
         """Let the scheduler hold what the resident has to run, from its planned length on."""
@@ -490,7 +508,7 @@ class WorkerPlan:
                 continue
             if needed <= self.table.free_cells + coming:
                 return False  # enough is about to be free: nobody else has to give way
-            victim = most_junior(self.residents.values(), rank)
+            victim = next(iter(self.idle.values()), None) or most_junior(self.residents.values(), rank)
             if victim is None:
                 return False
             coming += self._park(victim)
