@@ -201,6 +201,9 @@ class Packed {
     const int64_t edge = softmax.window > 0 ? std::max<int64_t>(0, highest + 1 - softmax.window) : 0;
     const int64_t low_packed = (low - run.first) / 32 * 32, end_packed = round_up(highest + 1 - run.first, 32);
     const bool capped = softmax.softcap > 0;
+    alignas(64) static constexpr uint16_t kWeave[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i weave = _mm512_load_si512(kWeave);
     const __m512 unit = _mm512_set1_ps(capped ? 1.0f : softmax.scale * kLog2e);  // of what s_PW holds
 
     for (int64_t from = low_packed; from < end_packed; from += kBlock) {
@@ -260,9 +263,8 @@ class Packed {
           const __m512 odd = exp2_short(_mm512_fmsub_ps(_mm512_load_ps(s + (p + 1) * kWidth), unit, maximum));
           sums[0] = _mm512_add_ps(sums[0], even);
           sums[1] = _mm512_add_ps(sums[1], odd);
-          const __m512i low_half = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-          const __m512i high_half = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
-          _mm512_store_si512(to + p * 16, _mm512_or_si512(low_half, _mm512_slli_epi32(high_half, 16)));
+          const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+          _mm512_store_si512(to + p * 16, _mm512_permutexvar_epi16(weave, halves));
         }
         _mm512_store_ps(maximum_W + half * 16, maximum);
         _mm512_store_ps(sum_W + half * 16, _mm512_add_ps(sums[0], sums[1]));
