@@ -336,14 +336,10 @@ class Callers:
         if answer.session is None:
             assert isinstance(answer.error, AtCapacity | UnknownId)
             return
-        said = next(
-            (
-                [*a.history, *a.prompt, *a.oracle[: a.next]]
-                for a in self._asked.values()
-                if a.session == source and not a.over
-            ),
-            self._sessions[source],
-        )
+        under_way = [a for a in self._asked.values() if a.session == source and not a.over]
+        said = self._sessions[source]
+        for a in under_way:
+            said = [*a.history, *a.prompt, *a.oracle[: a.next]]
         self._sessions[answer.session] = said[: answer.length]
         self._next_turn(answer.session)
 
@@ -388,6 +384,10 @@ class Callers:
                 asked.finish = FinishReason.CANCELLED
         for _ in range(min(turns, 2)):
             self._later(self._open_session)
+
+    def _close(self, session: SessionId) -> None:
+        ticket = self._ticket(lambda answer: None)
+        self._post(CloseSession(at_us=self._clock.now_us, ticket=ticket, session=session))
 
     def close_all(self) -> None:
         for session in list(self._sessions):

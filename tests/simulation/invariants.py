@@ -112,11 +112,13 @@ def check_generations(control: Control) -> None:
                 assert not placed
                 assert name in in_line, f"generation {name} waits in no line"
             case State.SETTLING:
-                assert not placed and name not in in_line
+                assert not placed
+                assert name not in in_line
                 if g.leader is not None:
                     assert g in g.leader.followers, f"generation {name} waits for nobody"
                 else:
-                    assert r is not None and (r.rows or r.leaving), f"generation {name} waits for nothing"
+                    assert r is not None, f"generation {name} waits for nothing"
+                    assert r.rows or r.leaving, f"generation {name} waits for nothing"
             case State.ENDED:
                 raise AssertionError(f"generation {name} has ended and is remembered")
         assert g.session.generation is g

@@ -1,7 +1,7 @@
 """A worker in virtual time: the fake executor behind the real step fence, on a link that may lose and repeat answers.
 
 Plans are run one at a time, in order. A worker can be slow, hang for good, die, or fail a step; its answers arrive
-late, twice, or after it was given up. It knows nothing of `Control`: it is given plans and calls `answered` with events.
+late, twice, or after it was given up. It knows nothing of `Control`: it is given plans and calls `answered`.
 """
 
 from collections import deque

@@ -216,7 +216,8 @@ class World:
         status = self.control.status()
         assert status.running == status.waiting == status.sessions == 0, f"not all ended: {status}"
         for w in self.control._workers.values():
-            assert not w.residents and not w.in_flight, f"{w.id} is not empty"
+            assert not w.residents, f"{w.id} is not empty"
+            assert not w.in_flight, f"{w.id} is not at rest"
             assert w.table.used_cells == w.cells_cached, f"{w.id} leaks cells"
             worker = self.workers[w.id]
             assert worker.executor.snapshot() == (), f"{w.id} was not told what ended"
