@@ -82,6 +82,9 @@ class DriverHost:
         self._server: grpc.aio.Server | None = None
         self._events: deque[Event] = deque()
         self._posted = asyncio.Event()
+        self._quiet = asyncio.Event()  # every event has been handled
+        self._quiet.set()
+        self._settled = asyncio.Event()  # nothing of an earlier driver is still to be taken over
         self._tasks: list[asyncio.Task[None]] = []
         self._began_us = self.now_us()
         self._finished = 0
@@ -98,6 +101,8 @@ class DriverHost:
         await self._serve(tries=BIND_TRIES if restarted else 1)
         self._tasks = [self._task(self._loop()), self._task(self._tick()), self._task(self._watch_health())]
         await self._crew.adopt()
+        await self._quiet.wait()  # the loop has taken in what was adopted
+        self._settled.set()
         self._crew.fill()
 
     async def wait_ready(self) -> None:
@@ -126,9 +131,13 @@ class DriverHost:
     def post(self, event: Event) -> None:
         self._events.append(event)
         self._posted.set()
+        self._quiet.clear()
 
     def now_us(self) -> int:
         return time.monotonic_ns() // 1000
+
+    async def settled(self) -> None:
+        await self._settled.wait()
 
     async def model(self) -> ServedModel:
         capability = await self._crew.capability()
@@ -160,6 +169,7 @@ class DriverHost:
                     self._crew.lost(event.worker, event.incarnation, event.cause)
             if deliveries:
                 self.front_end.deliver(deliveries)
+            self._quiet.set()
             self.loop_us += (time.perf_counter_ns() - begin) // 1000
 
     def _carry_out(self, instruction: Instruction, deliveries: list[Deliver]) -> None:
@@ -174,6 +184,8 @@ class DriverHost:
                 self._crew.released(worker)
             case Restored():
                 self.front_end.restored(instruction)
+            case Restored():
+                self.front_end.restore(instruction)
             case SessionAnswer():
                 raise AssertionError("a session was answered that nobody asked for")
             case _:
@@ -184,7 +196,7 @@ class DriverHost:
             await asyncio.sleep(TICK_S)
             now = self.now_us()
             self.post(Tick(at_us=now))
-            self.front_end.streams.prune(now)
+            self.front_end.tick(now)
 
     async def _watch_health(self) -> None:
         """Serving means: a worker can take work."""

@@ -33,6 +33,7 @@ from microtome.v1 import generation_pb2_grpc as rpc
 
 TOKENIZER_THREADS = 2
 SEED_BITS = 64
+UNCLAIMED_S = 30.0  # how long a restored generation runs without anybody resuming it
 
 GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -44,6 +45,9 @@ class Host(Protocol):
         """Queue the event for `Control`. Never blocks."""
 
     def now_us(self) -> int: ...
+
+    async def settled(self) -> None:
+        """Waits, after a restart, until what an earlier driver left behind has been taken over."""
 
     async def model(self) -> ServedModel:
         """Waits while no worker has ever said what it serves."""
@@ -99,11 +103,35 @@ class FrontEnd(rpc.GenerationServicer):
         known = [(stream, d) for d in deliveries if (stream := self.streams.find_running(d.generation)) is not None]
         if not known:
             return
+        for stream, d in known:
+            stream.expected = d.offset + len(d.tokens)
         if self._loading is None:
             self._arrived([(stream, d, [""] * len(d.tokens), "") for stream, d in known])
             return
         loop = asyncio.get_running_loop()
         self._decoder.submit(self._decode, known, loop)
+
+    def restore(self, restored: Restored) -> None:
+        """A generation of an earlier driver goes on. Whoever it was for has lost the stream, and may resume it."""
+        now = self._host.now_us()
+        stream = Stream(
+            restored.generation,
+            seed=restored.options.sampling.seed,
+            prompt_tokens=len(restored.prompt),
+            context=restored.prompt[-CONTEXT_TOKENS:],
+            resumable=True,  # whether it was is not known any more
+            created_us=now,
+        )
+        stream.unclaimed_until_us = now + int(UNCLAIMED_S * 1e6)
+        self.streams.add(stream)
+
+    def tick(self, now_us: int) -> None:
+        """Forget what nobody will ask for, and cancel what nobody has resumed."""
+        self.streams.prune(now_us)
+        for stream in self.streams:
+            if stream.unclaimed_until_us is not None and now_us >= stream.unclaimed_until_us and not stream.heard:
+                stream.unclaimed_until_us = None
+                self._cancel(stream)
 
     def _decode(self, deliveries: list[tuple[Stream, Deliver]], loop: asyncio.AbstractEventLoop) -> None:
         """On the text thread."""
@@ -142,6 +170,7 @@ class FrontEnd(rpc.GenerationServicer):
         await self._follow(stream, stream.listen(0), context)
 
     async def Resume(self, request: pb.ResumeRequest, context: GenerateContext) -> None:
+        await self._host.settled()
         try:
             stream = self.streams.find(request.generation_id)
             if stream is None:
@@ -154,6 +183,7 @@ class FrontEnd(rpc.GenerationServicer):
     async def Cancel(
         self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[pb.CancelRequest, pb.CancelResponse]
     ) -> pb.CancelResponse:
+        await self._host.settled()
         stream = self.streams.find_running(request.generation_id)
         if stream is None:
             await _abort(context, UnknownId(f"no generation {request.generation_id[:64]!r} is running"))
@@ -182,6 +212,7 @@ class FrontEnd(rpc.GenerationServicer):
     # --- one generation ---
 
     async def _submit(self, request: pb.GenerateRequest, context: GenerateContext) -> Stream:
+        await self._host.settled()
         model = await self._host.model()
         check_numbers(request, model)
         prompt = await self._prompt(request)

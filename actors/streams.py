@@ -42,6 +42,8 @@ class Stream:
         self.text: TextStream | None = None  # the text thread's alone
         self.resumable = resumable
         self.created_us = created_us
+        self.unclaimed_until_us: int | None = None  # of a restored one: cancelled then if nobody has resumed it
+        self.expected = 0  # tokens that `Control` has delivered, those that are still being decoded included
         self.first_us: int | None = None  # when its first token arrived
         self.ended_us: int | None = None
         self.finish: FinishReason | None = None
@@ -74,6 +76,7 @@ class Stream:
     def append(self, tokens: Sequence[int], pieces: Sequence[str]) -> None:
         """`pieces`: the text that each token adds, in order."""
         self._tokens.extend(tokens)
+        self.expected = max(self.expected, self.length)
         end = len(self._text)
         self._text += "".join(pieces)
         for piece in pieces:
@@ -90,8 +93,8 @@ class Stream:
 
     def listen(self, offset: int) -> "Listener":
         """Begin at `offset`; whoever listened before is over. Raises `BadInput` for an offset not reached yet."""
-        if offset > self.length:
-            raise BadInput(f"offset {offset} is above the {self.length} tokens generated so far")
+        if offset > self.expected:
+            raise BadInput(f"offset {offset} is above the {self.expected} tokens generated so far")
         self._listener += 1
         self._changed.set()  # an older listener wakes, and sees that it is over
         return Listener(self, self._listener, offset)
@@ -99,7 +102,7 @@ class Stream:
     def message(self, offset: int) -> pb.GenerateResponse | None:
         """Everything from `offset` on in one message; None while there is nothing to say."""
         length = len(self._tokens)
-        if length == offset and not self.ended:
+        if length < offset or (length == offset and not self.ended):
             return None
         begin = self._ends[offset - 1] if offset else 0
         message = pb.GenerateResponse(

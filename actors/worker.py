@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from microtome.actors.health import StepHealth
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
+from microtome.actors.mailbox import Mailbox
 from microtome.actors.step_runner import StepRunner
 from microtome.actors.step_thread import StepThread
 from microtome.actors.worker_service import SecretInterceptor, WorkerService
@@ -54,6 +55,7 @@ class WorkerProcess:
         self._steps = StepThread(f"step-{spec.worker}")
         self._server: grpc.aio.Server | None = None
         self._service: WorkerService | None = None
+        self._mailbox: Mailbox | None = None
         self._endpoint: WorkerEndpoint | None = None
         self._starting: asyncio.Task[WorkerEndpoint] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -84,6 +86,8 @@ class WorkerProcess:
             server, self._server = self._server, None
             await server.stop(grace_s)
         self._steps.stop()
+        if self._mailbox is not None:
+            self._mailbox.close()
 
     async def _start(self) -> WorkerEndpoint:
         spec, began_s = self._spec, time.monotonic()
@@ -92,7 +96,8 @@ class WorkerProcess:
         runner = await self._steps.call(self._make_runner)
         _check_limits(runner.capability, spec.link.max_message_bytes)
         health = StepHealth(spec.hang_timeout_s, time.monotonic())
-        service = WorkerService(runner, self._steps, health, spec.link, self._fail)
+        self._mailbox = mailbox = Mailbox(asyncio.get_running_loop())
+        service = WorkerService(runner, self._steps, health, mailbox, spec.link, self._fail)
         serving = grpc_health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         interceptor = SecretInterceptor(spec.secret, self._hear)
         server = grpc.aio.server(interceptors=(interceptor,), options=spec.link.server_options)
@@ -163,13 +168,14 @@ class WorkerProcess:
             await asyncio.sleep(period_s)
 
     def _probe(self, runner: StepRunner, health: StepHealth) -> None:
-        loop = asyncio.get_running_loop()
+        mailbox = self._mailbox
+        assert mailbox is not None
 
         def probe() -> None:
             if runner.probe():
-                loop.call_soon_threadsafe(health.probed, time.monotonic())
+                mailbox.post(health.probed, time.monotonic())
             elif runner.failure is not None:
-                loop.call_soon_threadsafe(self._fail, runner.failure)
+                mailbox.post(self._fail, runner.failure)
 
         self._steps.submit(probe)
 

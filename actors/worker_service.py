@@ -19,6 +19,7 @@ import grpc
 
 from microtome.actors.health import StepHealth
 from microtome.actors.link import INCARNATION_KEY, SECRET_KEY, LinkSettings
+from microtome.actors.mailbox import Mailbox
 from microtome.actors.step_runner import StepRunner
 from microtome.actors.step_thread import StepThread
 from microtome.actors.wire import (
@@ -92,6 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         runner: StepRunner,
         steps: StepThread,
         health: StepHealth,
+        mailbox: Mailbox,
         link: LinkSettings,
         failed: Callable[[str], None],
     ) -> None:
@@ -100,7 +102,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._health = health
         self._link = link
         self._failed = failed
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = mailbox
         self._description = capability_to_message(runner.capability)
         self._stream: _Stream | None = None
 
@@ -184,22 +186,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             answer = self._runner.run(plan)
             self._post(stream, answer, time.monotonic())
             if self._runner.failure is not None:
-                self._tell(self._failed, self._runner.failure)
+                self._mailbox.post(self._failed, self._runner.failure)
 
         self._steps.submit(run)
 
     # --- from the step thread back to the loop ---
 
     def _post(self, stream: _Stream, answer: StepResult | StepFault | _Close, finished_s: float | None = None) -> None:
-        self._tell(self._deliver, stream, answer, finished_s)
+        self._mailbox.post(self._deliver, stream, answer, finished_s)
 
     def _deliver(self, stream: _Stream, answer: StepResult | StepFault | _Close, finished_s: float | None) -> None:
         if finished_s is not None:
             self._health.finished(finished_s)
         stream.answers.put_nowait(answer)
-
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:
-            logger.debug("an answer came after the event loop was closed")

@@ -1,46 +1,19 @@
 """A whole service on real Ray and gRPC, its workers running the fake executor: life, load, faults, and the end."""
 
 import asyncio
-import os
-import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import grpc.aio
-import psutil
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table
 
 from microtome.actors import cluster
 from microtome.planner.errors import BadConfig, BatchingError
 from microtome.v1 import generation_pb2 as pb
-from microtome.v1 import generation_pb2_grpc as rpc
-from tests.support.calls import collect, request, status_when, tokens_of, undisturbed, until_idle
+from tests.support.calls import collect, request, tokens_of, undisturbed, until_idle
 from tests.support.in_process import fake_config
-
-
-@asynccontextmanager
-async def stub_of(endpoint: cluster.Endpoint) -> AsyncIterator[Any]:
-    async with grpc.aio.insecure_channel(endpoint.address) as channel:
-        yield rpc.GenerationStub(channel)
-
-
-def up(name: str, model: str = "fake", **settings: object) -> cluster.Endpoint:
-    return cluster.up(fake_config(model, service__name=name, **settings))
-
-
-def left_of(name: str, pids: list[int]) -> list[str]:
-    """Everything of the service that is still there."""
-    actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == name]
-    groups = [
-        g["name"] for g in placement_group_table().values() if f"/{name}/" in g["name"] and g["state"] != "REMOVED"
-    ]
-    processes = [str(pid) for pid in pids if psutil.pid_exists(pid)]
-    return actors + groups + processes
+from tests.support.on_ray import left_of, runs, stub_of, up
 
 
 async def test_32_clients_complete_on_two_workers_and_down_leaves_nothing(service_name: str) -> None:
@@ -56,7 +29,7 @@ async def test_32_clients_complete_on_two_workers_and_down_leaves_nothing(servic
     driver_pid = ray.get(ray.get_actor(service_name, namespace=service_name).pid.remote())
     pids = [driver_pid, *(worker.pid for worker in status.workers)]
     assert len(set(pids)) == 3
-    assert all(psutil.pid_exists(pid) for pid in pids)
+    assert all(runs(pid) for pid in pids)
 
     downed = cluster.down(service_name)
 
@@ -66,24 +39,6 @@ async def test_32_clients_complete_on_two_workers_and_down_leaves_nothing(servic
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), 1)
     assert cluster.down(service_name).actors == ()
-
-
-async def test_worker_killed_in_mid_stream_changes_no_token_and_is_replaced(service_name: str) -> None:
-    endpoint = up(service_name, "fake:step_ms=5", workers__count=2)
-    async with stub_of(endpoint) as stub:
-        prompts = [[n + 1, n + 2] for n in range(16)]
-        running = [asyncio.create_task(collect(stub, request(p, max_new_tokens=120))) for p in prompts]
-        status = await status_when(stub, lambda status: status.counters.output_tokens >= 300)
-        victim = status.workers[0]
-        assert victim.sessions > 0
-        os.kill(victim.pid, signal.SIGKILL)
-        for prompt, task in zip(prompts, running, strict=True):
-            assert tokens_of(await task) == undisturbed(prompt, 120)
-        status = await until_idle(stub)
-        lost = next(worker for worker in status.workers if worker.name == victim.name)
-        assert lost.state == "lost"
-        assert lost.cause
-        await status_when(stub, lambda status: sum(w.state == "ready" for w in status.workers) == 2)
 
 
 async def test_client_that_hangs_up_frees_its_cells(service_name: str) -> None:

@@ -37,6 +37,26 @@ async def rest_of(call: Any) -> list[pb.GenerateResponse]:
     return responses
 
 
+async def read_until_broken(call: Any, tokens: list[int]) -> grpc.StatusCode:
+    """Add what comes to `tokens`, by offset, until the call breaks; the status it broke with. OK: it did not."""
+    try:
+        while (response := await call.read()) is not grpc.aio.EOF:
+            assert response.offset == len(tokens)
+            tokens += response.token_ids
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def resume_to_end(stub: Any, generation: str, tokens: list[int]) -> None:
+    """Go on with a broken generation, adding to `tokens`, as often as its driver is away."""
+    code = grpc.StatusCode.UNAVAILABLE
+    while code is grpc.StatusCode.UNAVAILABLE:
+        call = stub.Resume(pb.ResumeRequest(generation_id=generation, offset=len(tokens)), wait_for_ready=True)
+        code = await read_until_broken(call, tokens)
+    assert code is grpc.StatusCode.OK, code
+
+
 def tokens_of(responses: list[pb.GenerateResponse]) -> list[int]:
     """Put together by offset, which must fit without gap or overlap."""
     tokens: list[int] = []

@@ -6,9 +6,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from microtome.actors.driver import DriverHost
 from microtome.v1 import generation_pb2 as pb
+from microtome.v1 import generation_pb2_grpc as rpc
 from tests.support.calls import collect, request, rest_of, status_when, tokens_of, undisturbed, until_idle
-from tests.support.in_process import fake_config, in_process
+from tests.support.in_process import SECRET, InProcessWorkers, fake_config, in_process
 
 
 async def test_concurrent_clients_get_the_undisturbed_tokens_and_leave_no_cell_used() -> None:
@@ -185,3 +187,33 @@ async def test_dead_worker_costs_no_token_and_is_replaced() -> None:
         ]
         lost = next(w for w in status.workers if w.state == "lost")
         assert "killed by the test" in lost.cause
+
+
+async def test_workers_that_outlive_their_driver_are_adopted_with_what_they_hold() -> None:
+    """The next driver serves what runs: nothing is lost, doubled or computed again."""
+    config = fake_config("fake:step_ms=5", workers__count=2)
+    workers = InProcessWorkers(config)
+    broken: list[BaseException] = []
+    first = DriverHost(config, SECRET, workers, failed=broken.append)
+    await first.start()
+    await first.wait_ready()
+    prompts = [[n + 1] * 30 for n in range(6)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{first.port}") as channel:
+        stub = rpc.GenerationStub(channel)
+        calls = [stub.Generate(request(p, max_new_tokens=100, generation_id=f"g{n}")) for n, p in enumerate(prompts)]
+        begun = [list((await call.read()).token_ids) for call in calls]
+        await first.leave()
+    second = DriverHost(config, SECRET, workers, failed=broken.append)
+    await second.start(restarted=True)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
+            stub = rpc.GenerationStub(channel)
+            for n, (prompt, tokens) in enumerate(zip(prompts, begun, strict=True)):
+                resumed = stub.Resume(pb.ResumeRequest(generation_id=f"g{n}", offset=len(tokens)))
+                rest = [token for response in await rest_of(resumed) for token in response.token_ids]
+                assert tokens + rest == undisturbed(prompt, 100)
+        assert workers.started == ["worker-1", "worker-2"]
+    finally:
+        await second.stop()
+        await workers.end_all()
+    assert not broken

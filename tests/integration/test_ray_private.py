@@ -1,0 +1,60 @@
+"""Each private name of Ray that we use still does what we use it for."""
+
+import os
+import time
+
+import psutil
+import pytest
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from microtome.actors import ray_private
+
+
+@ray.remote(num_cpus=0)
+class Sleeper:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_actor_facts_tell_process_node_and_death(ray_session: None) -> None:
+    actor = Sleeper.remote()
+    pid = ray.get(actor.pid.remote())
+    facts = ray_private.actor_facts(actor)
+    assert facts == ray_private.ActorFacts("ALIVE", pid, ray.util.get_node_ip_address())
+    ray.kill(actor)
+    while (facts := ray_private.actor_facts(actor)) is not None and facts.state != "DEAD":
+        time.sleep(0.01)
+    assert facts == ray_private.ActorFacts("DEAD", pid, ray.util.get_node_ip_address())
+
+
+def test_resources_per_node_tell_free_from_total(ray_session: None) -> None:
+    group = placement_group([{"CPU": 1}], lifetime="detached")
+    assert group.wait(10)
+    ((free, total),) = ray_private.resources_per_node().values()
+    assert total["CPU"] - free["CPU"] >= 1
+    remove_placement_group(group)
+
+
+def test_placement_group_is_found_by_its_hex_id(ray_session: None) -> None:
+    group = placement_group([{"CPU": 1}], lifetime="detached", name="found-by-id")
+    (group_id,) = (i for i, g in placement_group_table().items() if g["name"] == "found-by-id")
+    remove_placement_group(ray_private.placement_group_by_id(group_id))
+    while placement_group_table()[group_id]["state"] != "REMOVED":
+        time.sleep(0.01)
+    assert group.id.hex() == group_id
+
+
+def test_ray_started_here_keeps_to_loopback(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_private.binds_to_loopback()
+    listening = {
+        connection.laddr.ip.removeprefix("::ffff:")
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening <= {"127.0.0.1", "::1"}, "Ray listens to the network"
+    monkeypatch.setattr(ray_private.ray_constants, "ENABLE_RAY_CLUSTER", True)
+    assert not ray_private.binds_to_loopback()
+    ray_private.bind_to_loopback()
+    assert ray_private.binds_to_loopback()
