@@ -110,7 +110,8 @@ class Crew:
 
     async def adopt(self) -> None:
         """Take over the workers of an earlier life of the driver, with what they hold."""
-        for endpoint in await self._starter.living(self._ended):
+        endpoints = await self._starter.living(self._ended)
+        for endpoint in sorted(endpoints, key=lambda endpoint: _number(endpoint.worker)):
             self._last_number = max(self._last_number, _number(endpoint.worker))
             member = Member(endpoint.worker, State.STARTING, self._now_us())
             self._members[endpoint.worker] = member

@@ -1,5 +1,6 @@
 """Each private name of Ray that we use still does what we use it for."""
 
+import contextlib
 import os
 import time
 
@@ -47,12 +48,15 @@ def test_placement_group_is_found_by_its_hex_id(ray_session: None) -> None:
 
 def test_ray_started_here_keeps_to_loopback(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_private.binds_to_loopback()
-    listening = {
-        connection.laddr.ip.removeprefix("::ffff:")
-        for process in psutil.Process().children(recursive=True)
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    listening: set[str] = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            listening |= {
+                connection.laddr.ip.removeprefix("::ffff:")
+                for connection in process.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            }
+    assert listening
     assert listening <= {"127.0.0.1", "::1"}, "Ray listens to the network"
     monkeypatch.setattr(ray_private.ray_constants, "ENABLE_RAY_CLUSTER", True)
     assert not ray_private.binds_to_loopback()
