@@ -18,7 +18,9 @@ INCARNATION_KEY = "microtome-incarnation"  # initial metadata of an accepted `St
 
 DEFAULT_EXECUTOR = "microtome.cuda_runtime.executor:build_executor"
 
-ChannelOptions = tuple[tuple[str, int], ...]
+TLS_SETTINGS = ("tls_certificate", "tls_key", "tls_authority", "tls_name")
+
+ChannelOptions = tuple[tuple[str, int | str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,12 @@ class LinkSettings:
     call_timeout_s: float = 10.0  # for every call but the step stream itself
     reconnect_timeout_s: float = 2.0  # to get a broken step stream back before the worker counts as gone
     max_unanswered_steps: int = 8  # how many of its newest results a worker keeps for repeats
+    driver_keepalive_ms: int = 5000  # of silence before a worker pings its driver, and of no answer before it is alone
+    # Mutual TLS: paths of PEM files, the same on every node; empty: none, and the secret travels in clear.
+    tls_certificate: str = ""  # what either end shows: one for the whole service
+    tls_key: str = ""  # its private key
+    tls_authority: str = ""  # who must have signed what the other end shows
+    tls_name: str = ""  # the name that the certificate is for
 
     def __post_init__(self) -> None:
         if self.max_message_bytes < 4096:
@@ -44,6 +52,15 @@ class LinkSettings:
                 raise BadConfig(f"{name} {getattr(self, name)} is not a positive number of seconds")
         if self.max_unanswered_steps < 1:
             raise BadConfig(f"max_unanswered_steps {self.max_unanswered_steps} is below 1")
+        if self.driver_keepalive_ms < 50:
+            raise BadConfig(f"driver_keepalive_ms {self.driver_keepalive_ms} is below 50")
+        missing = [name for name in TLS_SETTINGS if not getattr(self, name)]
+        if missing and len(missing) < len(TLS_SETTINGS):
+            raise BadConfig(f"TLS takes {len(TLS_SETTINGS)} settings, {len(missing)} are empty: {', '.join(missing)}")
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.tls_certificate)
 
     @property
     def channel_options(self) -> ChannelOptions:
@@ -55,6 +72,9 @@ class LinkSettings:
             ("grpc.http2.ping_timeout_ms", self.ping_timeout_ms),  # `keepalive_timeout_ms` does nothing in grpcio 1.85
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),  # between tries within `reconnect_timeout_s`
+            ("grpc.min_reconnect_backoff_ms", 500),  # of one try to connect
+            ("grpc.max_reconnect_backoff_ms", 500),
             ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, shared with no other channel
             ("grpc.enable_retries", 0),  # a plan is repeated by us, by its step number, or not at all
             ("grpc.enable_http_proxy", 0),  # a worker is never behind the environment's web proxy
@@ -69,6 +89,10 @@ class LinkSettings:
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 50),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.keepalive_permit_without_calls", 1),
+            # A driver whose node is lost closes nothing: without pings of its own a worker would wait for it for ever.
+            ("grpc.keepalive_time_ms", self.driver_keepalive_ms),
+            ("grpc.http2.ping_timeout_ms", self.driver_keepalive_ms),
+            ("grpc.http2.max_pings_without_data", 0),
             ("grpc.so_reuseport", 0),  # a port in use is refused, not shared
         )
 

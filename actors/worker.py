@@ -21,6 +21,7 @@ import grpc
 from grpc_health.v1 import health as grpc_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from microtome.actors.connection import bind
 from microtome.actors.health import StepHealth
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
 from microtome.actors.mailbox import Mailbox
@@ -103,16 +104,15 @@ class WorkerProcess:
         server = grpc.aio.server(interceptors=(interceptor,), options=spec.link.server_options)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
         health_pb2_grpc.add_HealthServicer_to_server(serving, server)
-        host = f"[{spec.host}]" if ":" in spec.host else spec.host
         try:
-            port = server.add_insecure_port(f"{host}:0")
-        except RuntimeError as error:
-            raise BadConfig(f"worker {spec.worker} cannot bind to {spec.host}: {error}") from error
+            address = bind(server, spec.host, spec.link)
+        except BadConfig as error:
+            raise BadConfig(f"worker {spec.worker}: {error}") from error
         await server.start()
         self._server, self._service = server, service
         self._endpoint = WorkerEndpoint(
             worker=spec.worker,
-            address=f"{host}:{port}",
+            address=address,
             incarnation=runner.capability.incarnation,
             pid=os.getpid(),
             device=runner.capability.device,

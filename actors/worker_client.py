@@ -22,6 +22,7 @@ from typing import Any
 
 import grpc
 
+from microtome.actors.connection import open_channel
 from microtome.actors.link import INCARNATION_KEY, SECRET_KEY, LinkSettings, WorkerEndpoint
 from microtome.actors.wire import (
     Snapshot,
@@ -117,10 +118,11 @@ class WorkerClient:
     async def connect(self) -> WorkerJoined:
         """Describe, open the step stream (which ends any other driver's), take the snapshot.
 
-        The event is returned, not posted. Raises `WorkerLost` naming address and cause, with nothing left open.
+        The event is returned, not posted. Raises `WorkerLost` naming address and cause, with nothing left
+        open, and `BadConfig` for a TLS file that cannot be read.
         """
         assert self._channel is None, "one client connects once"
-        self._channel = grpc.aio.insecure_channel(self._endpoint.address, options=self._link.channel_options)
+        self._channel = open_channel(self._endpoint.address, self._link)
         try:
             capability = await self._describe(self._channel)
             call = await self._open(self._channel, self._link.call_timeout_s)
@@ -192,7 +194,7 @@ class WorkerClient:
 
     async def _snapshot(self) -> Snapshot:
         # A connection of its own: a full pool's transcripts are megabytes, and plans must not wait behind them.
-        async with grpc.aio.insecure_channel(self._endpoint.address, options=self._link.channel_options) as channel:
+        async with open_channel(self._endpoint.address, self._link) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             call = stub.Snapshot(pb.SnapshotRequest(), timeout=self._link.call_timeout_s, metadata=self._metadata)
             snapshot = snapshot_from_messages([message async for message in call])

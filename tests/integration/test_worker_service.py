@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from microtome.actors import wire
@@ -582,6 +583,84 @@ async def test_callers_without_the_secret_do_not_count_as_a_driver() -> None:
                 await asyncio.sleep(0.01)
 
 
+async def test_a_driver_that_falls_silent_without_a_goodbye_leaves_the_worker_alone() -> None:
+    # its node is lost: nothing closes the connection
+    spec = worker_spec(link=LinkSettings(driver_keepalive_ms=200), orphan_timeout_s=0.3)
+    async with (
+        running_worker(spec=spec) as worker,
+        tcp_proxy(worker.endpoint.address) as proxy,
+        Driver(worker.endpoint, address=proxy.address, link=LinkSettings(keepalive_ms=60_000)),
+    ):
+        proxy.hold()
+        await eventually(lambda: bool(worker.ended))
+        assert worker.ended == ["no driver was heard for 0.3 s"]
+
+
+# --- TLS ---
+
+
+@pytest.fixture(scope="module")
+def tls_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Settings that name a certificate, its key and the authority that signed it; and another authority's."""
+    folder = tmp_path_factory.mktemp("tls")
+    ours, theirs = trustme.CA(), trustme.CA()
+    ours.cert_pem.write_to_path(str(folder / "authority.pem"))
+    for name, authority in (("ours", ours), ("theirs", theirs)):
+        issued = authority.issue_cert("microtome.internal")
+        issued.private_key_pem.write_to_path(str(folder / f"{name}.key"))
+        issued.cert_chain_pems[0].write_to_path(str(folder / f"{name}.pem"))
+    return {"folder": str(folder)}
+
+
+def tls_link(folder: str, whose: str = "ours", name: str = "microtome.internal") -> LinkSettings:
+    return LinkSettings(
+        call_timeout_s=3,
+        tls_certificate=f"{folder}/{whose}.pem",
+        tls_key=f"{folder}/{whose}.key",
+        tls_authority=f"{folder}/authority.pem",
+        tls_name=name,
+    )
+
+
+async def test_steps_run_under_mutual_tls(tls_files: dict[str, str]) -> None:
+    link = tls_link(tls_files["folder"])
+    async with running_worker(spec=worker_spec(link=link)) as worker, Driver(worker.endpoint, link=link) as driver:
+        script = script_of(worker.executor)
+        for _ in range(3):
+            driver.client.send(script.next())
+        assert await driver.answered(3) == [1, 2, 3]
+
+
+async def test_under_tls_a_caller_without_our_certificate_is_refused_though_it_has_the_secret(
+    tls_files: dict[str, str],
+) -> None:
+    folder = tls_files["folder"]
+    async with running_worker(spec=worker_spec(link=tls_link(folder))) as worker:
+        strangers = [LinkSettings(call_timeout_s=3), tls_link(folder, "theirs"), tls_link(folder, name="other.name")]
+        for link in strangers:
+            with pytest.raises(WorkerLost):
+                await Driver(worker.endpoint, link=link).client.connect()
+        async with Driver(worker.endpoint, link=tls_link(folder)) as driver:
+            assert driver.joined is not None
+
+
+async def test_a_tls_file_that_cannot_be_used_is_named(tls_files: dict[str, str]) -> None:
+    folder = tls_files["folder"]
+    absent = dataclasses.replace(tls_link(folder), tls_key=f"{folder}/absent.key")
+    binary = dataclasses.replace(tls_link(folder), tls_authority="/bin/true")
+    for link, sentence in (
+        (absent, f"tls_key '{folder}/absent.key' cannot be read: No such file"),
+        (binary, "tls_authority '/bin/true' is not a PEM file"),
+    ):
+        process = WorkerProcess(worker_spec(link=link), lambda cause: None)
+        with pytest.raises(BadConfig, match=sentence):
+            await process.start()
+        await process.stop()
+        async with running_worker() as worker:
+            with pytest.raises(BadConfig, match=sentence):
+                await Driver(worker.endpoint, link=link).client.connect()
+
+
 # --- how large a message may be ---
 
 LIMIT = 50_000
@@ -667,7 +746,7 @@ async def test_the_driver_takes_an_answer_at_the_limit_and_refuses_one_byte_more
         (worker_spec(executor="no.such.module:build"), "executor 'no.such.module:build' cannot be loaded"),
         (worker_spec(executor="tests.support.fake_executor:nothing"), "fake_executor:nothing' cannot be loaded"),
         (worker_spec("llama"), "model 'llama' is not 'fake'"),
-        (worker_spec(host="192.0.2.1"), "worker worker-0 cannot bind to 192.0.2.1"),
+        (worker_spec(host="192.0.2.1"), "worker worker-0: cannot bind to 192.0.2.1"),
         (
             worker_spec(link=LinkSettings(max_message_bytes=40_959)),
             "max_message_bytes 40959 is below the 40960 that a sequence of max_session_tokens 4096 can take",

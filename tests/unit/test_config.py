@@ -109,6 +109,11 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, s
             {"link.max_message_bytes": 4096, "runtime.max_step_tokens": 512},
             "link.max_message_bytes 4096 is below the 12288 that a plan of 512 tokens can take",
         ),
+        ({"link.driver_keepalive_ms": 10}, "driver_keepalive_ms 10 is below 50"),
+        (
+            {"link.tls_certificate": "a.pem", "link.tls_key": "a.key"},
+            "TLS takes 4 settings, 2 are empty: tls_authority, tls_name",
+        ),
         (
             {"planner.plan_ahead": 9},
             "planner.plan_ahead 9 is above link.max_unanswered_steps 8",
