@@ -188,6 +188,18 @@ class Control:
             worker=None,
         )
 
+    def awaited_outputs(self, worker: WorkerId) -> list[tuple[GenerationId, int]]:
+        """Per output of the step that this worker answers next: whose token, and its offset; void ones have no name."""
+        step = self._workers[worker].awaited
+        if step is None:
+            return []
+        outputs: list[tuple[GenerationId, int]] = []
+        for one, r in zip(step.inputs, step.residents, strict=True):
+            if one.wants_output:
+                g = r.generation
+                outputs.append((g.id, g.delivered) if g else (GenerationId(""), 0))
+        return outputs
+
     def _reason(self, g: Generation, before: Generation | None) -> Waiting:
         if g.state is State.SETTLING:
             return Waiting.SHARED_PROMPT if g.leader else Waiting.OWN_SESSION

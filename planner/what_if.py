@@ -1,0 +1,372 @@
+"""What a recorded day would have cost under another policy or with more workers, in virtual time.
+
+The callers are those of the journal: each generation is submitted when it was, asks for the tokens that it was given,
+and is cancelled if it was. The workers are copies of the first one that joined, without faults; a step takes what the
+cost table says, or, where nothing was measured, the recorded mean per token. A session's next turn is submitted no
+earlier than its last one ends. So the figures compare plans, not machines: quote them beside `simulated` of the same
+journal under its own policy, not beside what the clock said.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from microtome.planner.config import PlannerConfig
+from microtome.planner.control import Control
+from microtome.planner.errors import BadConfig, BadInput
+from microtome.planner.events import (
+    Cancel,
+    CloneSession,
+    CloseSession,
+    Deliver,
+    Event,
+    OpenSession,
+    RewindSession,
+    RunStep,
+    SessionAnswer,
+    StepDone,
+    Submit,
+    Tick,
+    WorkerJoined,
+)
+from microtome.planner.journal import Entry
+from microtome.planner.policies import POLICIES
+from microtome.planner.slicing import CheapestPlanner
+from microtome.planner.types import (
+    Capability,
+    GenerationId,
+    Incarnation,
+    SessionId,
+    StepPlan,
+    StepResult,
+    WorkerId,
+)
+
+_TICK_US = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Milliseconds; all 0 where there is no sample."""
+
+    count: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+
+    @staticmethod
+    def of(samples_us: Iterable[int]) -> "Percentiles":
+        ordered = sorted(samples_us)
+        if not ordered:
+            return Percentiles(0, 0.0, 0.0, 0.0)
+        ranks = [ordered[min(len(ordered) - 1, len(ordered) * p // 100)] / 1000 for p in (50, 90, 99)]
+        return Percentiles(len(ordered), *ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One life, measured at the planner: from a submission to a delivery."""
+
+    ttft: Percentiles
+    itl: Percentiles  # between a generation's deliveries
+    generations: int  # that delivered a token
+    refused: int  # ended without one, with an error
+    output_tokens: int
+    span_ms: float  # from the first submission to the last delivery
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfReport:
+    recorded: Figures  # by the journal's own times
+    own: Figures  # simulated: the journal's policy and workers
+    other: Figures  # simulated: those asked for
+    policy: str
+    workers: int
+
+    def as_dict(self) -> dict[str, object]:
+        """For a JSON file."""
+        columns = {"recorded": self.recorded, "simulated": self.own, "what_if": self.other}
+        return {
+            "policy": self.policy,
+            "workers": self.workers,
+            **{name: dict(_rows(figures)) for name, figures in columns.items()},
+        }
+
+    def __str__(self) -> str:
+        columns = [dict(_rows(figures)) for figures in (self.recorded, self.own, self.other)]
+        titles = ["", "recorded", "simulated", f"{self.policy}, {self.workers} workers"]
+        lines = [titles] + [[name, *(f"{column[name]:.6g}" for column in columns)] for name in columns[0]]
+        widths = [max(len(line[i]) for line in lines) for i in range(4)]
+        return "\n".join(
+            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines
+        )
+
+
+def _rows(figures: Figures) -> list[tuple[str, float]]:
+    rows: list[tuple[str, float]] = []
+    for name, p in (("ttft", figures.ttft), ("itl", figures.itl)):
+        rows += [(f"{name}_p50_ms", p.p50_ms), (f"{name}_p90_ms", p.p90_ms), (f"{name}_p99_ms", p.p99_ms)]
+    rows += [
+        ("generations", figures.generations),
+        ("refused", figures.refused),
+        ("output_tokens", figures.output_tokens),
+        ("span_ms", figures.span_ms),
+        ("tokens_per_s", figures.tokens_per_s),
+    ]
+    return rows
+
+
+def what_if(
+    entries: Sequence[Entry], config: PlannerConfig, *, policy: str | None = None, workers: int | None = None
+) -> WhatIfReport:
+    """Simulate the journal twice: as it was configured, and as asked. None: as it was.
+
+    Raises `BadConfig` for an unknown policy or fewer than one worker, `BadInput` for a journal in which no worker
+    joined or nothing was submitted.
+    """
+    policy = config.policy if policy is None else policy
+    if policy not in POLICIES:
+        raise BadConfig(f"policy {policy!r} is none of {', '.join(sorted(POLICIES))}")
+    day = _read_day(entries)
+    workers = day.workers if workers is None else workers
+    if workers < 1:
+        raise BadConfig(f"workers {workers} is below 1")
+    return WhatIfReport(
+        recorded=day.times.figures(),
+        own=_simulate(day, config, day.workers),
+        other=_simulate(day, replace(config, policy=policy), workers),
+        policy=policy,
+        workers=workers,
+    )
+
+
+# --- what the journal says ---
+
+
+@dataclass(slots=True)
+class _Times:
+    """When tokens came: fed with submissions and deliveries, in order."""
+
+    submitted: dict[GenerationId, int] = field(default_factory=dict)
+    last: dict[GenerationId, int] = field(default_factory=dict)
+    ttft_us: list[int] = field(default_factory=list)
+    gaps_us: list[int] = field(default_factory=list)
+    output_tokens: int = 0
+    refused: int = 0
+    end_us: int = 0
+
+    def submit(self, event: Submit) -> None:
+        for generation in (event.generation, *(name for name, _ in event.siblings)):
+            self.submitted.setdefault(generation, event.at_us)
+
+    def deliver(self, d: Deliver, at_us: int) -> None:
+        if d.tokens:
+            before = self.last.get(d.generation)
+            if before is not None:
+                self.gaps_us.append(at_us - before)
+            elif d.generation in self.submitted:
+                self.ttft_us.append(at_us - self.submitted[d.generation])
+            self.last[d.generation] = at_us
+            self.output_tokens += len(d.tokens)
+            self.end_us = max(self.end_us, at_us)
+        elif d.error is not None and d.generation not in self.last:
+            self.refused += 1
+
+    def figures(self) -> Figures:
+        span_us = max(1, self.end_us - min(self.submitted.values(), default=0))
+        return Figures(
+            ttft=Percentiles.of(self.ttft_us),
+            itl=Percentiles.of(self.gaps_us),
+            generations=len(self.last),
+            refused=self.refused,
+            output_tokens=self.output_tokens,
+            span_ms=span_us / 1000,
+            tokens_per_s=self.output_tokens / span_us * 1e6,
+        )
+
+
+@dataclass(slots=True)
+class _Day:
+    """A journal as traffic: what callers did, and the tokens that each generation was given."""
+
+    capability: Capability
+    workers: int
+    asked: list[Event]
+    tokens: dict[GenerationId, list[int]]
+    sessions: dict[int, SessionId]  # by ticket
+    times: _Times
+    us_per_token: int  # of a step, on average: where the table has no costs
+
+
+def _read_day(entries: Sequence[Entry]) -> _Day:
+    capability: Capability | None = None
+    present: set[str] = set()
+    workers = 0
+    asked: list[Event] = []
+    tokens: dict[GenerationId, list[int]] = {}
+    sessions: dict[int, SessionId] = {}
+    times = _Times()
+    step_us = step_tokens = 0
+    for entry in entries:
+        event = entry.event
+        match event:
+            case WorkerJoined():
+                capability = capability or event.capability
+                present.add(event.worker)
+                workers = max(workers, len(present))
+            case Submit():
+                asked.append(event)
+                times.submit(event)
+            case Cancel() | OpenSession() | CloneSession() | RewindSession() | CloseSession():
+                asked.append(event)
+            case StepDone():
+                step_us += event.result.step_us
+        for instruction in entry.instructions:
+            if isinstance(instruction, Deliver):
+                times.deliver(instruction, event.at_us)
+                tokens.setdefault(instruction.generation, []).extend(instruction.tokens)
+            elif isinstance(instruction, SessionAnswer) and instruction.session is not None:
+                sessions[instruction.ticket] = instruction.session
+            elif isinstance(instruction, RunStep):
+                step_tokens += len(instruction.plan.cells)
+    if capability is None:
+        raise BadInput("no worker joined in this journal: nothing can be simulated")
+    if not times.submitted:
+        raise BadInput("nothing was submitted in this journal: nothing can be simulated")
+    return _Day(capability, workers, asked, tokens, sessions, times, max(1, step_us // max(1, step_tokens)))
+
+
+# --- the simulation ---
+
+
+def _simulate(day: _Day, config: PlannerConfig, workers: int) -> Figures:
+    simulation = _Simulation(day, config)
+    simulation.run(workers)
+    return simulation.times.figures()
+
+
+class _Simulation:
+    """`Control` in virtual time, with workers that answer from the journal's tokens."""
+
+    def __init__(self, day: _Day, config: PlannerConfig) -> None:
+        self._day = day
+        self._control = Control(config)
+        self._slicer = CheapestPlanner(day.capability.table)
+        self._clock = 0
+        self._asked = 0
+        self._calls: list[tuple[int, int, Callable[[], Event | None]]] = []
+        self._plans: dict[WorkerId, deque[StepPlan]] = {}
+        self._turns: dict[SessionId, deque[Event]] = {}  # what waits for the session's turn to end
+        self._sessions: dict[SessionId, SessionId] = {}  # the journal's ids → those here
+        self._talking: dict[GenerationId, SessionId] = {}
+        self._open: set[GenerationId] = set()
+        self.times = _Times()
+
+    def run(self, workers: int) -> None:
+        day = self._day
+        begin = min(event.at_us for event in day.asked)
+        for number in range(workers):
+            worker = WorkerId(f"worker-{number}")
+            self._plans[worker] = deque()
+            capability = replace(day.capability, incarnation=Incarnation(f"{number:032x}"))
+            self._handle(WorkerJoined(at_us=begin, worker=worker, capability=capability))
+        for event in day.asked:
+            self._at(event.at_us, lambda event=event: self._ask(event))  # type: ignore[misc]
+        while self._calls:
+            self._clock, _, call = heapq.heappop(self._calls)
+            if (happened := call()) is not None:
+                self._handle(happened)
+            if not self._calls and self._open:
+                self._at(self._clock + _TICK_US, lambda: Tick(at_us=self._clock))
+
+    def _at(self, at_us: int, call: Callable[[], Event | None]) -> None:
+        self._asked += 1
+        heapq.heappush(self._calls, (at_us, self._asked, call))
+
+    def _ask(self, event: Event) -> Event | None:
+        """The event, now; None: it waits for its session's turn, or its session was never opened here."""
+        was = getattr(event, "source", None) or getattr(event, "session", None)
+        if was is not None:
+            session = self._sessions.get(was)
+            if session is None:
+                return None
+            if session in self._talking.values() and not isinstance(event, CloseSession):
+                self._turns.setdefault(session, deque()).append(event)
+                return None
+            event = _on_session(event, session)
+        if isinstance(event, Submit):
+            limit = max(1, len(self._day.tokens.get(event.generation, ())))
+            options = replace(event.options, max_new_tokens=limit, stop_token_ids=(), deadline_us=None)
+            event = replace(event, options=options)
+            self._open.update([event.generation, *(name for name, _ in event.siblings)])
+            if event.session is not None:
+                self._talking[event.generation] = event.session
+        return _moved(event, self._clock)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, Submit):
+            self.times.submit(event)
+        for instruction in self._control.handle(event):
+            if isinstance(instruction, RunStep):
+                self._send(instruction)
+            elif isinstance(instruction, Deliver):
+                self.times.deliver(instruction, self._clock)
+                if instruction.finish is not None:
+                    self._ended(instruction.generation)
+            elif isinstance(instruction, SessionAnswer) and instruction.session is not None:
+                was = self._day.sessions.get(instruction.ticket)
+                if was is not None:
+                    self._sessions[was] = instruction.session
+
+    def _ended(self, generation: GenerationId) -> None:
+        self._open.discard(generation)
+        session = self._talking.pop(generation, None)
+        waiting = self._turns.get(session) if session is not None else None
+        while waiting:
+            event = waiting.popleft()
+            self._at(self._clock, lambda event=event: self._ask(event))  # type: ignore[misc]
+            if isinstance(event, Submit):
+                return  # what is behind it waits for its end
+
+    def _send(self, instruction: RunStep) -> None:
+        plans = self._plans[instruction.worker]
+        plans.append(instruction.plan)
+        if len(plans) == 1:
+            self._run_next(instruction.worker, plans[0])
+
+    def _run_next(self, worker: WorkerId, plan: StepPlan) -> None:
+        took_us = self._step_us(len(plan.cells))
+        self._at(self._clock + took_us, lambda: self._answer(worker, took_us))
+
+    def _answer(self, worker: WorkerId, took_us: int) -> Event:
+        plans = self._plans[worker]
+        plan = plans.popleft()
+        if plans:
+            self._run_next(worker, plans[0])
+        result = StepResult(incarnation=plan.incarnation, step=plan.step, tokens=self._tokens(worker), step_us=took_us)
+        return StepDone(at_us=self._clock, worker=worker, result=result)
+
+    def _step_us(self, tokens: int) -> int:
+        if not tokens:
+            return 1
+        return max(1, self._slicer.cost_ns(tokens) // 1000 or tokens * self._day.us_per_token)
+
+    def _tokens(self, worker: WorkerId) -> tuple[int, ...]:
+        """What the journal's generations were given next, for the step that is answered; 0 beyond what is known."""
+        step = self._control.awaited_outputs(worker)
+        given = self._day.tokens
+        return tuple(given[name][at] if name in given and at < len(given[name]) else 0 for name, at in step)
+
+
+def _on_session(event: Any, session: SessionId) -> Event:
+    field_name = "source" if isinstance(event, CloneSession) else "session"
+    moved: Event = replace(event, **{field_name: session})
+    return moved
+
+
+def _moved(event: Any, at_us: int) -> Event:
+    moved: Event = replace(event, at_us=at_us)
+    return moved
