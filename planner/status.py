@@ -20,7 +20,7 @@ class WorkerStatus:
     steps: int  # settled
     steps_in_flight: int
     step_us: int  # sum over settled steps, on the worker
-    idle_us: int  # sum of the gaps between them, on the worker
+    idle_us: int  # sum of the gaps between them while work waited, on the worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

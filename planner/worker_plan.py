@@ -51,7 +51,7 @@ Slices = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 class Step:
     """A step under way: one entry per input in packed order, and what is needed to take it back."""
 
-    __slots__ = ("cells", "inputs", "number", "ops", "outputs", "residents", "sent_us")
+    __slots__ = ("after_pause", "cells", "inputs", "number", "ops", "outputs", "residents", "sent_us")
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Step:
         cells: CellPlan | None,
         ops: tuple[SequenceOp, ...],
         sent_us: int,
+        after_pause: bool,
     ) -> None:
         self.number = number
         self.inputs = inputs
@@ -70,6 +71,7 @@ class Step:
         self.cells = cells  # None: a step of operations only
         self.ops = ops
         self.sent_us = sent_us
+        self.after_pause = after_pause  # before it there was nothing to do: the worker's gap is no idling
 
 
 class WorkerPlan:
@@ -104,7 +106,8 @@ class WorkerPlan:
         self.refused_steps = 0  # in a row
         self.steps = 0
         self.step_us = 0  # sum over settled steps
-        self.idle_us = 0
+        self.idle_us = 0  # while work waited
+        self._paused = True  # nothing is under way, and nothing was there to do
         self.undone_tokens = 0  # tokens of residents' transcripts that are still to be prefilled
         self.parked: list[Generation] = []  # lost their place while a step was formed; `Control` takes them
         self._plan_ahead = config.plan_ahead
@@ -242,6 +245,7 @@ class WorkerPlan:
             return None
         batch = self._form_batch()
         if not batch and (self.in_flight or not self._ops):
+            self._paused = not self.in_flight
             return None  # operations alone wait for the next step, unless none is coming
         table, residents = self.table, self.residents
         columns: list[tuple[SequenceId, int, int]] = []
@@ -293,7 +297,8 @@ class WorkerPlan:
             self.quiet_since_us = now_us
         number = StepNumber(self._next_step)
         self._next_step += 1
-        self.in_flight.append(Step(number, batch, holders, outputs, cell_plan, ops, now_us))
+        self.in_flight.append(Step(number, batch, holders, outputs, cell_plan, ops, now_us, self._paused))
+        self._paused = False
         return StepPlan(
             incarnation=self.incarnation,
             step=number,
@@ -318,7 +323,7 @@ class WorkerPlan:
         self.refused_steps = 0
         self.steps += 1
         self.step_us += result.step_us
-        self.idle_us += result.idle_us
+        self.idle_us += 0 if step.after_pause else result.idle_us
         return step
 
     def refused(self) -> list[Resident] | None:
