@@ -460,7 +460,8 @@ class Control:
         self._counters.output_tokens += at - void
         self._counters.overshoot_tokens += void
         for r in settled:
-            self._settled(w, r)
+            if r.session.id not in w.idle:  # else its generation's end has seen to it
+                self._settled(w, r)
 
     def _settled(self, w: WorkerPlan, r: Resident) -> None:
         """Nothing of the resident is under way: it leaves, or is trimmed to what its session has committed."""
