@@ -397,14 +397,14 @@ class RayWorkers:
         self._lives: set[asyncio.Task[None]] = set()
 
     async def start(self, worker: WorkerId, ended: Callable[[str], None]) -> WorkerEndpoint:
-        group = await self._place(worker)
-        actor = await asyncio.to_thread(self._create, worker, group)
         timeout_s = self._config.workers.start_timeout_s
         try:
+            group = await self._place(worker)
+            actor = await asyncio.to_thread(self._create, worker, group)
             endpoint: WorkerEndpoint = await asyncio.wait_for(actor.start.remote(), timeout_s)
         except TimeoutError as error:
             raise WorkerLost(f"{worker} was not ready within {timeout_s:g} s") from error
-        except RayError as error:
+        except (RayError, ValueError) as error:  # a name that is still taken is a ValueError
             raise _as_ours(error, "") from error
         self._watch(actor, ended)
         return endpoint

@@ -70,10 +70,18 @@ class Member:
 
 class Crew:
     def __init__(
-        self, config: ServiceConfig, secret: str, starter: WorkerStarter, *, post: Post, now_us: Callable[[], int]
+        self,
+        config: ServiceConfig,
+        secret: str,
+        starter: WorkerStarter,
+        *,
+        post: Post,
+        now_us: Callable[[], int],
+        failed: Callable[[BaseException], None],
     ) -> None:
+        """`failed`: something broke that is no worker's failure."""
         self._config, self._secret, self._starter = config, secret, starter
-        self._post, self._now_us = post, now_us
+        self._post, self._now_us, self._broken = post, now_us, failed
         self._members: dict[WorkerId, Member] = {}
         self._wanted = config.workers.count
         self._last_number = 0
@@ -252,7 +260,12 @@ class Crew:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._spawned)
+
+    def _spawned(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken(error)
 
 
 def _number(worker: WorkerId) -> int:

@@ -70,7 +70,7 @@ class DriverHost:
         self._failed = failed
         self._ray_address = ray_address
         self._control = Control(config.planner)
-        self._crew = Crew(config, secret, starter, post=self.post, now_us=self.now_us)
+        self._crew = Crew(config, secret, starter, post=self.post, now_us=self.now_us, failed=self._break)
         self.front_end = FrontEnd(
             self, self._text_loader(), retain_s=config.service.retain_s, retain_tokens=config.service.retain_tokens
         )
@@ -254,8 +254,11 @@ class DriverHost:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("the driver's loop broke", exc_info=error)
-            self._failed(error)
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        log.critical("the driver broke", exc_info=error)
+        self._failed(error)
 
     async def _end_tasks(self) -> None:
         for task in self._tasks:

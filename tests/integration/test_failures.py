@@ -19,7 +19,7 @@ from tests.support.calls import (
     undisturbed,
     until_idle,
 )
-from tests.support.on_ray import stub_of, up
+from tests.support.on_ray import ended, runs, stub_of, up
 
 
 async def test_worker_killed_in_mid_stream_changes_no_token_and_is_replaced(service_name: str) -> None:
@@ -60,3 +60,92 @@ async def test_driver_killed_under_load_loses_repeats_and_recomputes_nothing(ser
     assert [(w.pid, w.incarnation) for w in after.workers] == [(w.pid, w.incarnation) for w in before.workers]
     handle = ray.get_actor(service_name, namespace=service_name)
     assert ray.get(handle.pid.remote()) != driver_pid
+
+
+async def test_last_worker_killed_makes_sessions_wait_for_the_next_one(service_name: str) -> None:
+    endpoint = up(service_name, "fake:step_ms=5", workers__count=1)
+    async with stub_of(endpoint) as stub:
+        prompts = [[n + 1] * 5 for n in range(6)]
+        running = [asyncio.create_task(collect(stub, request(p, max_new_tokens=80))) for p in prompts]
+        status = await status_when(stub, lambda status: status.counters.output_tokens >= 60)
+        os.kill(status.workers[0].pid, signal.SIGKILL)
+        # Submitted while there is no worker: it waits like the others.
+        await status_when(stub, lambda status: not any(w.state == "ready" for w in status.workers))
+        late = asyncio.create_task(collect(stub, request([99], max_new_tokens=10)))
+        for prompt, task in zip(prompts, running, strict=True):
+            assert tokens_of(await task) == undisturbed(prompt, 80)
+        assert tokens_of(await late) == undisturbed([99], 10)
+        await until_idle(stub)
+
+
+async def test_stopped_worker_is_given_up_and_cannot_answer_when_it_goes_on(service_name: str) -> None:
+    """SIGSTOP, and SIGCONT once it has been given up: what it still does reaches nobody."""
+    endpoint = up(service_name, "fake:step_ms=5", workers__count=2)
+    async with stub_of(endpoint) as stub:
+        prompts = [[n + 1, 7] for n in range(12)]
+        running = [asyncio.create_task(collect(stub, request(p, max_new_tokens=200))) for p in prompts]
+        status = await status_when(stub, lambda status: status.counters.output_tokens >= 200)
+        victim = status.workers[1]
+        os.kill(victim.pid, signal.SIGSTOP)
+        status = await status_when(stub, lambda status: status.workers[1].state == "lost")
+        os.kill(victim.pid, signal.SIGCONT)
+        for prompt, task in zip(prompts, running, strict=True):
+            assert tokens_of(await task) == undisturbed(prompt, 200)
+        status = await until_idle(stub)
+        assert status.workers[1].incarnation == victim.incarnation
+    await ended(victim.pid)
+
+
+async def test_hung_step_is_told_from_a_death_and_its_sessions_move(service_name: str) -> None:
+    endpoint = up(
+        service_name,
+        "fake:step_ms=2,stuck_at=40",
+        workers__count=1,
+        workers__executor="tests.support.stuck_executor:build_executor",
+        workers__hang_timeout_s=0.5,
+    )
+    async with stub_of(endpoint) as stub:
+        asked = [[n + 1] for n in range(4)]
+        answers = await asyncio.gather(*(collect(stub, request(p, max_new_tokens=60)) for p in asked))
+        for prompt, responses in zip(asked, answers, strict=True):
+            assert tokens_of(responses) == undisturbed(prompt, 60)
+        status = await until_idle(stub)
+    lost = [worker for worker in status.workers if worker.state == "lost"]
+    assert lost
+    assert "step 40" in lost[0].cause, lost[0].cause
+    assert not runs(lost[0].pid)
+
+
+async def test_request_that_fails_every_step_it_is_in_ends_and_the_service_goes_on(service_name: str) -> None:
+    endpoint = up(service_name, "fake:fail_at=6", workers__count=1)
+    async with stub_of(endpoint) as stub:
+        tokens: list[int] = []
+        code = await read_until_broken(stub.Generate(request([5], max_new_tokens=400)), tokens)
+        assert code is grpc.StatusCode.INTERNAL
+        assert tokens == undisturbed([5], len(tokens)), "a failed step's tokens were delivered"
+        assert tokens_of(await collect(stub, request([6], max_new_tokens=3))) == undisturbed([6], 3)
+        assert (await until_idle(stub)).counters.generations_finished == 2
+
+
+async def test_full_pool_parks_and_loses_nothing(service_name: str) -> None:
+    endpoint = up(service_name, runtime__kv_tokens=256, runtime__max_step_tokens=64)
+    async with stub_of(endpoint) as stub:
+        prompts = [[n + 1] * 20 for n in range(8)]
+        answers = await asyncio.gather(*(collect(stub, request(p, max_new_tokens=100)) for p in prompts))
+        for prompt, responses in zip(prompts, answers, strict=True):
+            assert tokens_of(responses) == undisturbed(prompt, 100)
+        await until_idle(stub)
+
+
+async def test_full_queue_refuses_with_a_time_to_try_again(service_name: str) -> None:
+    endpoint = up(service_name, "fake:step_ms=20", runtime__max_sequences=2, planner__max_waiting=3)
+    async with stub_of(endpoint) as stub:
+        running = [stub.Generate(request([n + 1], max_new_tokens=300)) for n in range(5)]
+        await status_when(stub, lambda status: (status.running, status.waiting) == (2, 3))
+        refused = stub.Generate(request([9], max_new_tokens=5))
+        assert await read_until_broken(refused, []) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailing = dict(await refused.trailing_metadata())
+        assert int(trailing["retry-after-ms"]) > 0
+        for call in running:
+            call.cancel()
+        await until_idle(stub)

@@ -14,6 +14,7 @@ from microtome.actors.config import ServiceConfig, read_config
 from microtome.actors.driver import DriverHost
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
 from microtome.actors.worker import WorkerProcess
+from microtome.planner.errors import BatchingError, WorkerLost
 from microtome.planner.types import WorkerId
 from microtome.v1 import generation_pb2_grpc as rpc
 
@@ -58,7 +59,12 @@ class InProcessWorkers:
         process = WorkerProcess(spec, lambda cause: self._ended[worker](cause))
         self.processes[worker], self._ended[worker] = process, ended
         self.started.append(worker)
-        return await process.start()
+        try:
+            return await process.start()
+        except BatchingError:
+            raise
+        except Exception as error:  # as Ray would hand it on
+            raise WorkerLost(f"{type(error).__name__}: {error}") from error
 
     async def living(self, ended: Callable[[WorkerId, str], None]) -> Sequence[WorkerEndpoint]:
         for worker in self.processes:

@@ -1,5 +1,7 @@
 """Services of the fake executor on the tests' own Ray."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -40,3 +42,8 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+async def ended(pid: int) -> None:
+    """Returns when the process has ended."""
+    await asyncio.to_thread(lambda: [time.sleep(0.02) for _ in iter(lambda: runs(pid), False)])
