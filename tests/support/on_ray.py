@@ -44,6 +44,11 @@ def runs(pid: int) -> bool:
         return False
 
 
+def wait_ended(pid: int) -> None:
+    while runs(pid):
+        time.sleep(0.02)
+
+
 async def ended(pid: int) -> None:
     """Returns when the process has ended."""
-    await asyncio.to_thread(lambda: [time.sleep(0.02) for _ in iter(lambda: runs(pid), False)])
+    await asyncio.to_thread(wait_ended, pid)
