@@ -1,10 +1,10 @@
 """Who waits for a first step, in which order they start, and how many may.
 
 `WaitingLine` owns the generations without a place on a worker. How many new ones there may be is bounded. They stand in
-a line per priority, in the order of start-time fair queueing over tenants: each is tagged with the tokens its tenant
-has asked for, divided by the tenant's weight, and the smallest tag is next. A tenant that floods delays itself; tags
-only grow, so no tenant starves. Parked and moved generations stand apart, are not counted against the bounds, and are
-never refused.
+a line per priority, in the order of self-clocked fair queueing over tenants: each is tagged with the tokens that its
+tenant has asked for by then, divided by the tenant's weight, and the smallest tag is next. A tenant that is not in line
+starts at the tag taken last, so one that floods delays itself, and none gathers credit or starves. Parked and moved
+generations stand apart, are not counted against the bounds, and are never refused.
 
 Between priorities, and between the new and the returning, the more senior rank is next: submission time minus priority
 times ageing, so waiting long enough outweighs any priority. Adding and taking cost the logarithm of the line.
@@ -21,14 +21,14 @@ _Returning = tuple[Rank, Generation]
 
 
 class WaitingLine:
-    def __init__(self, max_waiting: int, max_waiting_tokens: int, weights: Mapping[str, float]) -> None:
+    def __init__(self, max_waiting: int, max_waiting_tokens: int, weights: Mapping[str, int]) -> None:
         self._max_waiting = max_waiting
         self._max_tokens = max_waiting_tokens
         self._weights = weights
         self._levels: dict[int, list[_New]] = {}
         self._returning: list[_Returning] = []
         self._virtual = 0.0  # tag of the generation taken last
-        self._asked: dict[str, float] = {}  # tenant → where its next tag starts
+        self._asked: dict[str, float] = {}  # tenant → its newest tag
         self._arrivals = 0
         self._waiting = 0
         self._tokens = 0
@@ -67,10 +67,10 @@ class WaitingLine:
     def add(self, generation: Generation) -> None:
         """An expected generation joins its priority's line."""
         tenant = generation.options.tenant
-        tag = max(self._virtual, self._asked.get(tenant, 0.0))
-        self._asked[tenant] = tag + (generation.prompt_tokens + generation.limit) / self._weights.get(tenant, 1.0)
+        asked = (generation.prompt_tokens + generation.limit) / self._weights.get(tenant, 1)
+        self._asked[tenant] = tag = max(self._virtual, self._asked.get(tenant, 0.0)) + asked
         if len(self._asked) > 64 + 2 * self._waiting:
-            # A tenant whose account lies behind the clock starts at the clock anyway: forget it.
+            # A tenant whose newest tag was taken starts at the clock: forget it.
             self._asked = {name: at for name, at in self._asked.items() if at > self._virtual}
         generation.charged = True
         self._arrivals += 1
@@ -124,7 +124,7 @@ class WaitingLine:
         tenant = generation.options.tenant
         if generation.charged and tenant in self._asked:
             unused = generation.limit - generation.delivered
-            self._asked[tenant] -= unused / self._weights.get(tenant, 1.0)
+            self._asked[tenant] -= unused / self._weights.get(tenant, 1)
 
     def in_order(self) -> Iterator[Generation]:
         """All in line, roughly in the order of starting: returning ones by rank, then each priority's by tag."""

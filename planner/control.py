@@ -16,6 +16,7 @@ of a generation that has not ended is dropped too: an answer to it would end the
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import assert_never
 
 from microtome.planner.admission import WaitingLine
@@ -173,15 +174,11 @@ class Control:
                 running=True, position=0, waits_for=waits_for, predicted_ttft_us=ttft, delivered=g.delivered,
                 worker=worker.id,
             )  # fmt: skip
-        position = ahead = 0
-        before: Generation | None = None
-        for other in self._line.in_order():
-            if other is g:
-                break
-            position, ahead, before = position + 1, ahead + len(other.session.transcript), other
+        before = list(takewhile(lambda other: other is not g, self._line.in_order()))
+        ahead = sum(len(other.session.transcript) for other in before)
         return Whereabouts(
             running=False,
-            position=position,
+            position=len(before),
             waits_for=self._reason(g, before),
             predicted_ttft_us=None if g.delivered else self._forecast(ahead, len(g.session.transcript)),
             delivered=g.delivered,
@@ -200,18 +197,18 @@ class Control:
                 outputs.append((g.id, g.delivered) if g else (GenerationId(""), 0))
         return outputs
 
-    def _reason(self, g: Generation, before: Generation | None) -> Waiting:
+    def _reason(self, g: Generation, before: Sequence[Generation]) -> Waiting:
         if g.state is State.SETTLING:
             return Waiting.SHARED_PROMPT if g.leader else Waiting.OWN_SESSION
-        if not any(not w.draining for w in self._workers.values()):
+        staying = [w for w in self._workers.values() if not w.draining]
+        if not staying:
             return Waiting.NO_WORKER
-        if before is None or before.needed or g.needed:
-            return Waiting.CELLS
-        if before.options.priority > g.options.priority:
+        later = [other for other in before if other.rank[1] > g.rank[1]]  # those that came after it
+        if any(other.options.priority > g.options.priority for other in later):
             return Waiting.PRIORITY
-        if before.options.tenant != g.options.tenant and before.rank > g.rank:
+        if any(other.options.tenant != g.options.tenant for other in later):
             return Waiting.TENANT_SHARE
-        return Waiting.CELLS
+        return Waiting.CELLS if any(w.has_sequence or w.idle for w in staying) else Waiting.SEQUENCES
 
     # --- generations ---
 

@@ -37,6 +37,7 @@ class Waiting(Enum):
 
     NOTHING = "nothing"  # it runs
     NO_WORKER = "no worker"
+    SEQUENCES = "sequences"  # the workers hold as many sessions as they can
     CELLS = "cells"
     STEP_BUDGET = "step budget"
     PRIORITY = "priority"
