@@ -5,6 +5,8 @@ A realisation is loaded on first use, since one compiles C++ and another imports
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 
 import torch
@@ -27,11 +29,18 @@ def _cpu_native() -> Attention:
     return cpu_native.load()
 
 
+def _triton() -> Attention:
+    if find_spec("triton") is None:
+        raise BadConfig("attention 'triton' needs the package triton, which PyTorch's CUDA builds bring; it is missing")
+    return import_module("microtome.cuda_runtime.attention.triton_attention").load()  # type: ignore[no-any-return]
+
+
 REALISATIONS: Mapping[str, Callable[[], Attention]] = MappingProxyType(
     {
         "reference": _reference,
         "cpu": _cpu,
         "cpu_native": _cpu_native,
+        "triton": _triton,
     }
 )
 
@@ -48,4 +57,4 @@ def default_attention(device: torch.device) -> str:
     """The name of the fastest realisation that runs on `device`."""
     if device.type == "cpu":
         return "cpu" if native_build.find_compiler() is None else "cpu_native"
-    return "reference"
+    return "triton" if device.type == "cuda" else "reference"

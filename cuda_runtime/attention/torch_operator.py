@@ -116,10 +116,15 @@ def collect(name: str) -> Attention:
     return OperatorAttention(name, *operators)
 
 
-def build(name: str, write: WriteCells, attend_into: AttendInto) -> Attention:
-    """The realisation `name` from two functions in Python, for every device they run on."""
+def build(
+    name: str, write: WriteCells, attend_into: AttendInto, write_and_attend: Callable[..., Tensor] | None = None
+) -> Attention:
+    """The realisation `name` from functions in Python, for every device they run on.
 
-    def update_and_attend(
+    `write_and_attend` does both at once where that is better than one after the other.
+    """
+
+    def one_after_the_other(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -139,7 +144,8 @@ def build(name: str, write: WriteCells, attend_into: AttendInto) -> Attention:
         return out
 
     define(name)
-    for what, function in (("write_cells", write), ("attend", attend_into), ("update_and_attend", update_and_attend)):
+    both = write_and_attend or one_after_the_other
+    for what, function in (("write_cells", write), ("attend", attend_into), ("update_and_attend", both)):
         LIBRARY.impl(f"{what}_{name}", function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     return collect(name)
 

@@ -174,5 +174,7 @@ def test_operator_is_sound_for_compile_and_export(attention: Attention) -> None:
 
 
 def test_unknown_realisation_is_refused_by_name() -> None:
-    with pytest.raises(BadConfig, match="attention 'flashy' is not known; known are reference, cpu"):
+    with pytest.raises(
+        BadConfig, match="attention 'flashy' is not known; known are reference, cpu, cpu_native, triton"
+    ):
         get_attention("flashy")
