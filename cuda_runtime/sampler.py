@@ -3,8 +3,8 @@
 Promises: a row's token depends on its logits, policy, seed, position and history alone. Probabilities are computed in
 float64. Greedy rows take the largest logit, the lowest id on ties. Rows with top-k, top-p or min-p order the kept
 tokens by logit, ties by lower id; rows without keep the vocabulary's order. The token drawn by coin u is the first
-whose running mass exceeds u x the kept mass. Log-probabilities are those of the model itself, before edits and temperature.
-Tokens and log-probabilities come down in one copy, the step's one wait.
+whose running mass exceeds u x the kept mass. Log-probabilities are those of the model itself, before edits and
+temperature. Tokens and log-probabilities come down in one copy, the step's one wait.
 
 R rows, V vocabulary, M tokens that are looked at in order of their logits.
 """

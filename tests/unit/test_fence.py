@@ -67,7 +67,7 @@ def test_another_incarnation_is_refused_whatever_the_step() -> None:
 def test_another_method_table_is_refused_even_for_a_repeat() -> None:
     fence = fence_after(2)
     for step in (2, 3):
-        with pytest.raises(StalePlan, match="0x1235.*0x1234"):
+        with pytest.raises(StalePlan, match=r"0x1235.*0x1234"):
             fence.check(plan(step, digest=DIGEST + 1))
 
 
