@@ -183,8 +183,6 @@ class DriverHost:
             case ReleaseWorker(worker=worker):
                 self._crew.released(worker)
             case Restored():
-                self.front_end.restored(instruction)
-            case Restored():
                 self.front_end.restore(instruction)
             case SessionAnswer():
                 raise AssertionError("a session was answered that nobody asked for")

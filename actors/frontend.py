@@ -85,19 +85,6 @@ class FrontEnd(rpc.GenerationServicer):
 
     # --- from the driver ---
 
-    def restored(self, found: Restored) -> None:
-        """A generation of an earlier driver goes on: whoever resumes it finds it here."""
-        self.streams.add(
-            Stream(
-                found.generation,
-                seed=found.options.sampling.seed,
-                prompt_tokens=len(found.prompt),
-                context=found.prompt[-CONTEXT_TOKENS:],
-                resumable=True,
-                created_us=self._host.now_us(),
-            )
-        )
-
     def deliver(self, deliveries: Sequence[Deliver]) -> None:
         """Hand tokens to their streams. Those of generations that nobody knows any more are dropped."""
         known = [(stream, d) for d in deliveries if (stream := self.streams.find_running(d.generation)) is not None]

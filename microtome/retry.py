@@ -30,5 +30,5 @@ class Retry:
 
     def wait_s(self, failed_attempts: int, share: float) -> float:
         """Seconds to wait after the `failed_attempts`-th failure, 1 or more; `share` in [0, 1) places the draw."""
-        longest = min(self.first_s * 2 ** min(failed_attempts - 1, 30), self.most_s)
+        longest = min(self.first_s * 2.0 ** min(failed_attempts - 1, 30), self.most_s)
         return longest * (1 + share) / 2
