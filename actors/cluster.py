@@ -293,9 +293,7 @@ def _last_line(error: Exception) -> str:
 def _start_local_ray(config: ServiceConfig) -> None:
     """A Ray of this process: on loopback, open (nobody else can reach it), ended with the process."""
     os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token file, and every later cluster wants it
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too: binds everything to 127.0.0.1
-    if not ray_private.binds_to_loopback():
-        ray_private.bind_to_loopback()
+    _keep_to_loopback()
     wanted = 1 + config.workers.cpus * config.workers.count
     with _sigterm_kept():
         ray.init(
@@ -319,6 +317,10 @@ def _connect(ray_address: str | None, namespace: str) -> None:
         raise BadConfig("no Ray address is given, and this process is not connected to a Ray")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # said, because unset means something else at each entry point
     _check_listens(ray_address)
+    if _is_loopback_only(ray_address):
+        _bind_to_loopback()
+    if ray_address.startswith("127.") and not _listens(_own_address(), ray_address.rpartition(":")[2]):
+        _keep_to_loopback()  # else Ray dials this machine's own address instead, where a local Ray does not listen
     try:
         with _sigterm_kept():
             ray.init(address=ray_address, namespace=namespace, log_to_driver=False, configure_logging=False)
@@ -327,6 +329,31 @@ def _connect(ray_address: str | None, namespace: str) -> None:
             f"the Ray at {ray_address} cannot be joined (RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']}): "
             f"{_last_line(error)}"
         ) from error
+
+
+def _own_address() -> str:
+    """This machine's address towards others, as Ray finds it: of the route to some far place; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as routed:
+        try:
+            routed.connect(("8.8.8.8", 80))
+        except OSError:
+            return "127.0.0.1"  # no network: there is no other address to be mistaken for
+        return str(routed.getsockname()[0])
+
+
+def _listens(host: str, port: str) -> bool:
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _keep_to_loopback() -> None:
+    """What this process starts or joins of Ray listens on, and dials, 127.0.0.1."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too: binds everything to 127.0.0.1
+    if not ray_private.binds_to_loopback():
+        ray_private.bind_to_loopback()
 
 
 @contextmanager
@@ -355,6 +382,31 @@ def _check_listens(ray_address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise BadConfig(f"no Ray answers at {ray_address}: {error.strerror or error}") from error
+
+
+def _is_loopback_only(ray_address: str) -> bool:
+    """Whether the Ray there is one of ours, that keeps to 127.0.0.1.
+
+    To join such a one a process must keep to it too: else Ray turns the address into the machine's own, where nobody
+    listens, and tries for ever. A Ray that listens everywhere is told from it by listening at that one as well.
+    """
+    host, _, port = ray_address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not port.isdecimal():
+        return False
+    own = ray.util.get_node_ip_address()
+    if own == "127.0.0.1":
+        return True
+    try:
+        socket.create_connection((own, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return True
+    return False
+
+
+def _bind_to_loopback() -> None:
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too: everything Ray starts binds to 127.0.0.1
+    if not ray_private.binds_to_loopback():
+        ray_private.bind_to_loopback()
 
 
 def _ray_address() -> str:

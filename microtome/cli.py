@@ -221,7 +221,7 @@ def down(
     ] = None,
 ) -> None:
     """Take a service down, and everything that belongs to it."""
-    cluster = local.server_part("actors.cluster")
+    local.server_part("actors.cluster")  # said before anything is asked
     if name is None or ray_address is None:
         with microtome.Client(address) as client:
             state = client.status()
@@ -231,11 +231,10 @@ def down(
                 "say where it is with --address or --ray-address"
             )
         name, ray_address = state.service, ray_address or state.ray_address
-    ended = cluster.down(name, namespace=namespace or "", ray_address=ray_address)
-    if not ended.actors and not ended.placement_groups:
-        print(f"no service {name!r} was up on the Ray at {ray_address}")
-        return
-    print(f"service {name!r} is down; ended: {', '.join(ended.actors)}")
+    if ended := local.down(name, namespace or "", ray_address):
+        print(f"service {name!r} is down; ended: {', '.join(ended)}")
+    else:
+        print(f"no service {name!r} is up on the Ray at {ray_address}")
 
 
 @app.command()

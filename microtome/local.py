@@ -20,7 +20,7 @@ from rich.console import Console
 from microtome.planner.errors import BadConfig
 
 if TYPE_CHECKING:
-    from microtome.actors.cluster import Endpoint
+    from microtome.actors.cluster import Downed, Endpoint
     from microtome.actors.config import ServiceConfig
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"  # of a service, when nothing else is said
@@ -103,6 +103,18 @@ def serve(config: "ServiceConfig", ray_address: str | None, output: Console, rem
         except (KeyboardInterrupt, SystemExit):
             remarks.print(f"taking {service!r} down", markup=False, highlight=False)
             raise
+
+
+def down(service: str, namespace: str, ray_address: str | None) -> tuple[str, ...]:
+    """Take a service down, wherever it was started. Returns the names of the actors that were ended; none: none was up.
+
+    `namespace` empty: the service's name. Raises BadConfig when there is no Ray at `ray_address`.
+    """
+    cluster, ray = server_part("actors.cluster"), importlib.import_module("ray")
+    # At once, because a Ray that was the service's own may end now, and a process still connected would wait for it.
+    with _disconnected_after(ray):
+        ended: Downed = cluster.down(service, namespace=namespace, ray_address=ray_address)
+    return ended.actors
 
 
 @contextmanager
