@@ -259,9 +259,10 @@ class _Simulation:
         self._asked = 0
         self._calls: list[tuple[int, int, Callable[[], Event | None]]] = []
         self._plans: dict[WorkerId, deque[StepPlan]] = {}
-        self._turns: dict[SessionId, deque[Event]] = {}  # what waits for the session's turn to end
+        self._turns: dict[SessionId, deque[Event]] = {}  # by the journal's id: what waits for the session
         self._sessions: dict[SessionId, SessionId] = {}  # the journal's ids → those here
         self._talking: dict[GenerationId, SessionId] = {}
+        self._recorded: dict[GenerationId, SessionId] = {}  # the same by the journal's ids
         self._open: set[GenerationId] = set()
         self.times = _Times()
 
@@ -287,14 +288,12 @@ class _Simulation:
         heapq.heappush(self._calls, (at_us, self._asked, call))
 
     def _ask(self, event: Event) -> Event | None:
-        """The event, now; None: it waits for its session's turn, or its session was never opened here."""
+        """The event, now; None: it waits until its session is there, or for its turn on it."""
         was = getattr(event, "source", None) or getattr(event, "session", None)
         if was is not None:
             session = self._sessions.get(was)
-            if session is None:
-                return None
-            if session in self._talking.values() and not isinstance(event, CloseSession):
-                self._turns.setdefault(session, deque()).append(event)
+            if session is None or session in self._talking.values():
+                self._turns.setdefault(was, deque()).append(event)
                 return None
             event = _on_session(event, session)
         if isinstance(event, Submit):
@@ -302,8 +301,9 @@ class _Simulation:
             options = replace(event.options, max_new_tokens=limit, stop_token_ids=(), deadline_us=None)
             event = replace(event, options=options)
             self._open.update([event.generation, *(name for name, _ in event.siblings)])
-            if event.session is not None:
+            if event.session is not None and was is not None:
                 self._talking[event.generation] = event.session
+                self._recorded[event.generation] = was
         return _moved(event, self._clock)
 
     def _handle(self, event: Event) -> None:
@@ -318,18 +318,27 @@ class _Simulation:
                     self._ended(instruction.generation)
             elif isinstance(instruction, SessionAnswer) and instruction.session is not None:
                 was = self._day.sessions.get(instruction.ticket)
-                if was is not None:
+                if was is not None and was not in self._sessions:
                     self._sessions[was] = instruction.session
+                    self._take_turns(was)
 
     def _ended(self, generation: GenerationId) -> None:
         self._open.discard(generation)
-        session = self._talking.pop(generation, None)
-        waiting = self._turns.get(session) if session is not None else None
+        self._talking.pop(generation, None)
+        was = self._recorded.pop(generation, None)
+        if was is not None:
+            self._take_turns(was)
+
+    def _take_turns(self, session: SessionId) -> None:
+        """Let what waited for a session go on, up to its next generation."""
+        waiting = self._turns.pop(session, deque())
         while waiting:
             event = waiting.popleft()
             self._at(self._clock, lambda event=event: self._ask(event))  # type: ignore[misc]
             if isinstance(event, Submit):
-                return  # what is behind it waits for its end
+                break
+        if waiting:
+            self._turns[session] = waiting
 
     def _send(self, instruction: RunStep) -> None:
         plans = self._plans[instruction.worker]
