@@ -7,6 +7,7 @@ means "let the worker decide".
 from dataclasses import dataclass
 
 from microtome.planner.errors import BadConfig
+from microtome.planner.policies import POLICIES
 from microtome.planner.scheduler import Limits
 from microtome.planner.types import Capability
 
@@ -47,6 +48,8 @@ class PlannerConfig:
         _at_least("max_session_tokens", self.max_session_tokens, 2)
         if self.target_step_ms is not None and not 0 < self.target_step_ms < float("inf"):
             raise BadConfig(f"target_step_ms {self.target_step_ms:g} is not a positive number of milliseconds")
+        if self.policy not in POLICIES:
+            raise BadConfig(f"policy {self.policy!r} is none of {', '.join(POLICIES)}")
         self.weights()
 
     def weights(self) -> dict[str, int]:
@@ -68,7 +71,7 @@ class PlannerConfig:
         """
         batch = self.max_batch_tokens or max(2, capability.table.widest)
         decodes = self.max_decodes or max(1, min(batch // 2, capability.max_output_rows, capability.max_sequences))
-        prefill = self.max_prefill_tokens or batch - decodes
+        prefill = self.max_prefill_tokens or max(1, batch - decodes)
         return Limits(max_batch_tokens=batch, max_decodes=decodes, max_prefill_tokens=prefill)
 
 
