@@ -8,9 +8,10 @@ because somebody has to compute the logits after it.
 A key separates what must not be shared: whose, under which adapter, on which weights. Equal tokens under different keys
 never meet. Only committed cells may be put in.
 
-Under pressure the least recently used tail goes first, from its end, and is used up before another is touched. A tail
-counts as used while a sequence refers to its end. Lookups and insertions cost time in proportion to the tokens they
-match or are given; evictions, to the tokens they free, times the logarithm of the tails. One thread calls it.
+Under pressure the token that nobody can reach past and that was used least recently goes first: so a tail goes from
+its end, and is used up before another is touched. What a sequence refers to counts as used now. Lookups and insertions
+cost time in proportion to the tokens they match or are given; evictions, to the tokens they free, times the logarithm
+of the tails. One thread calls it.
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,41 @@ PrefixKey = tuple[str, ...]
 class _Node:
     """The run of tokens from its parent to it. The root's is empty."""
 
-    __slots__ = ("cells", "children", "key", "parent", "queued", "serial", "stamp", "tokens")
+    __slots__ = ("cells", "children", "key", "parent", "queued", "serial", "tokens", "uses")
 
-    def __init__(self, parent: "_Node | None", key: PrefixKey, serial: int, stamp: int) -> None:
+    def __init__(self, parent: "_Node | None", key: PrefixKey, serial: int) -> None:
         self.parent = parent  # None: the root of `key`, or thrown away
         self.key = key
         self.serial = serial  # settles equal stamps
-        self.stamp = stamp  # when it was used last
         self.queued = False  # whether it has an entry in the heap of tails
         self.tokens: list[int] = []
         self.cells: list[Cell] = []
         self.children: dict[int, _Node] = {}  # by first token
+        # (count, stamp): the first `count` tokens were used then. Counts fall from all tokens on, stamps grow: a use is
+        # kept only while some token has no later one.
+        self.uses: list[tuple[int, int]] = []
+
+    @property
+    def stamp(self) -> int:
+        """When the last token was used last."""
+        return self.uses[0][1]
+
+    def use(self, count: int, stamp: int) -> None:
+        """The first `count` tokens are used, one at least."""
+        if count == len(self.tokens):
+            self.uses = [(count, stamp)]
+            return
+        while self.uses[-1][0] <= count:
+            self.uses.pop()
+        self.uses.append((count, stamp))
+
+    def cut(self, count: int) -> None:
+        """Drop the last `count` tokens."""
+        del self.tokens[-count:], self.cells[-count:]
+        length = len(self.tokens)
+        while len(self.uses) > 1 and self.uses[1][0] >= length:
+            self.uses.pop(0)
+        self.uses[0] = (length, self.stamp)
 
 
 class PrefixCache:
@@ -66,36 +91,19 @@ class PrefixCache:
         The caller refers to them (`CellTable.open`) before it evicts anything.
         """
         cells: list[Cell] = []
-        used: list[_Node] = []
-        node, at, end = self._roots.get(key), 0, len(tokens) - 1
-        while node is not None and at < end:
-            node = node.children.get(tokens[at])
-            if node is not None:
-                count = _common(node.tokens, tokens, at, end)
-                cells += node.cells if count == len(node.cells) else node.cells[:count]
-                used.append(node)
-                at += count
-                if count < len(node.tokens):
-                    break
-        if used:
-            self._clock += 1
-            for node in used:
-                node.stamp = self._clock
+        path, _, last = self._descend(key, tokens, len(tokens) - 1)
+        for node in path[:-1]:
+            cells += node.cells
+        if path:
+            cells += path[-1].cells[:last]
+            self._use(path, last)
         self.hit_tokens += len(cells)
         self.miss_tokens += len(tokens) - len(cells)
         return tuple(cells)
 
     def peek(self, key: PrefixKey, tokens: Sequence[int]) -> int:
         """How many tokens `match` would find. No use, and not counted."""
-        node, at, end = self._roots.get(key), 0, len(tokens) - 1
-        while node is not None and at < end:
-            node = node.children.get(tokens[at])
-            if node is not None:
-                count = _common(node.tokens, tokens, at, end)
-                at += count
-                if count < len(node.tokens):
-                    break
-        return at
+        return self._descend(key, tokens, len(tokens) - 1)[1]
 
     def insert(self, key: PrefixKey, tokens: Sequence[int], cells: Sequence[Cell]) -> int:
         """Cache committed tokens and their cells; how many tokens were new. Counts as a use of the whole path.
@@ -109,11 +117,10 @@ class PrefixCache:
             raise BadInput(f"{len(tokens)} tokens and {len(cells)} cells cannot be cached together")
         if not tokens:
             return 0
-        path, at, count = self._descend(key, tokens)
+        path, at, count = self._descend(key, tokens, len(tokens))
         fresh = list(cells[at:])
         self._table.hold(fresh)  # refuses before the tree changes
 
-        self._clock += 1
         node = path[-1] if path else self._root(key)
         if fresh:
             if path and count < len(node.tokens):
@@ -126,8 +133,8 @@ class PrefixCache:
             node.tokens += tokens[at:]
             node.cells += fresh
             self._cached += len(fresh)
-        for used in path:
-            used.stamp = self._clock
+            count = len(node.tokens)
+        self._use(path, count)
         self._adopt(path, cells)
         self._queue(node)
         return len(fresh)
@@ -141,24 +148,26 @@ class PrefixCache:
             if node is None:
                 # Only tails that sequences use are left. One with idle cells in front of it (its prefix was computed
                 # twice) the cache lets go: that frees nothing of it, but what lies in front becomes a tail.
-                node = next((tail for tail in in_use if self._hides_idle(tail)), None)
-                if node is None:
+                hiding = [tail for tail in in_use if self._hides_idle(tail)]
+                if not hiding:
                     break
+                node = min(hiding, key=lambda tail: tail.stamp)
                 in_use.remove(node)
-                self._cut(node, self._used_at_end(node))
-                self._queue_if_tail(node)
+                self._let_go(node)
                 continue
-            idle = self._idle_at_end(node, cells_needed - freed)
+            # As far as its tokens were used last at the same time.
+            older = node.uses[0][0] - (node.uses[1][0] if len(node.uses) > 1 else 0)
+            idle = self._idle_at_end(node, min(older, cells_needed - freed))
             if idle:
                 self._cut(node, idle)
                 freed += idle
                 self._queue_if_tail(node)
             else:
                 in_use.append(node)
-        for node in in_use:
-            # In use is used now. So the next call does not meet it again before it has met every other tail.
-            self._clock += 1
-            node.stamp = self._clock
+        for node in sorted(in_use, key=lambda tail: tail.stamp):
+            # What is in use is used now. So the next call does not meet it before it has met every other tail.
+            # In front of it nothing can go before it anyway, whenever that was used.
+            self._use([node], len(node.tokens))
             self._queue(node)
         self.evicted_tokens += freed
         return freed
@@ -180,17 +189,17 @@ class PrefixCache:
         root = self._roots.get(key)
         if root is None:
             self._serial += 1
-            root = self._roots[key] = _Node(None, key, self._serial, self._clock)
+            root = self._roots[key] = _Node(None, key, self._serial)
         return root
 
     def _new_node(self, parent: _Node, key: PrefixKey) -> _Node:
         self._serial += 1
-        return _Node(parent, key, self._serial, self._clock)
+        return _Node(parent, key, self._serial)
 
-    def _descend(self, key: PrefixKey, tokens: Sequence[int]) -> tuple[list[_Node], int, int]:
-        """The nodes that `tokens` lead through, the root not among them; the tokens matched; those of the last node."""
+    def _descend(self, key: PrefixKey, tokens: Sequence[int], end: int) -> tuple[list[_Node], int, int]:
+        """Where the first `end` tokens lead: nodes without the root; tokens matched in all; those of the last node."""
         path: list[_Node] = []
-        node, at, count, end = self._roots.get(key), 0, 0, len(tokens)
+        node, at, count = self._roots.get(key), 0, 0
         while node is not None and at < end:
             node = node.children.get(tokens[at])
             if node is not None:
@@ -202,16 +211,23 @@ class PrefixCache:
         return path, at, count
 
     def _split(self, node: _Node, count: int) -> _Node:
-        """Put a node in front of `node` that takes its first `count` tokens, and return it."""
+        """Put a node in front of `node` that takes its first `count` tokens, and return it. It is used next."""
         assert node.parent is not None
         front = self._new_node(node.parent, node.key)
         front.tokens, front.cells = node.tokens[:count], node.cells[:count]
-        front.stamp = node.stamp
         del node.tokens[:count], node.cells[:count]
+        node.uses = [(used - count, stamp) for used, stamp in node.uses if used > count]
         node.parent.children[front.tokens[0]] = front
         front.children[node.tokens[0]] = node
         node.parent = front
         return front
+
+    def _use(self, path: list[_Node], count: int) -> None:
+        """All of a path is used now, of its last node the first `count` tokens."""
+        self._clock += 1
+        for node in path[:-1]:
+            node.use(len(node.tokens), self._clock)
+        path[-1].use(count, self._clock)
 
     def _adopt(self, path: list[_Node], cells: Sequence[Cell]) -> None:
         """Exchange idle cells along a path for the given ones of the same tokens."""
@@ -261,12 +277,22 @@ class PrefixCache:
             idle += 1
         return idle
 
-    def _used_at_end(self, node: _Node) -> int:
-        """How many cells at the end of a tail somebody else refers to."""
-        references, used = self._table.references, 0
-        while used < len(node.cells) and references(node.cells[-1 - used]) > 1:
-            used += 1
-        return used
+    def _let_go(self, node: _Node) -> None:
+        """Give up a tail that is in use, up to the first idle cell or the next branch."""
+        references = self._table.references
+        while True:
+            used = 0
+            while used < len(node.cells) and references(node.cells[-1 - used]) > 1:
+                used += 1
+            if used:
+                self._cut(node, used)
+            if node.tokens or node.parent is None:
+                break
+            node = node.parent
+            if node.children:
+                return
+        if node.parent is not None:
+            self._queue(node)
 
     def _hides_idle(self, tail: _Node) -> bool:
         """Whether there is an idle cell on the way to the end of a tail."""
@@ -281,7 +307,7 @@ class PrefixCache:
         """Give up the last `count` tokens of a tail; with its last token the tail itself goes."""
         self._table.release(node.cells[-count:])
         first = node.tokens[0]
-        del node.tokens[-count:], node.cells[-count:]
+        node.cut(count)
         self._cached -= count
         if not node.tokens:
             assert node.parent is not None
