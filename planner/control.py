@@ -155,6 +155,8 @@ class Control:
             running=running,
             waiting=len(self._generations) - running,
             sessions=self._sessions.opened,
+            waiting_tokens=self._line.tokens,
+            wait_us=self._forecast(self._line.tokens, 0),
             counters=replace(self._counters),
         )
 
@@ -285,6 +287,9 @@ class Control:
         self._line.expect(g)
         if options.deadline_us is not None:
             heapq.heappush(self._deadlines, (options.deadline_us, self._arrivals, g))
+            if len(self._deadlines) > 64 + 2 * len(self._generations):
+                self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.ENDED]
+                heapq.heapify(self._deadlines)
         self._counters.generations_started += 1
         self._counters.prompt_tokens += len(prompt)
         return g

@@ -29,6 +29,8 @@ class ControlStatus:
     running: int  # generations with a place on a worker
     waiting: int  # generations in line, parked and moved ones included
     sessions: int  # opened by callers
+    waiting_tokens: int  # of the transcripts of those in line
+    wait_us: int | None  # predicted, to the first token of a short prompt submitted now; None: nothing measured
     counters: Counters
 
 
