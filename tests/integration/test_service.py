@@ -41,6 +41,7 @@ async def test_32_clients_complete_on_two_workers_and_down_leaves_nothing(servic
     assert cluster.down(service_name).actors == ()
 
 
+# holds J17
 async def test_client_that_hangs_up_frees_its_cells(service_name: str) -> None:
     endpoint = up(service_name, "fake:step_ms=20", planner__prefix_cache="false")
     async with stub_of(endpoint) as stub:

@@ -22,7 +22,8 @@ from microtome.planner import errors
 from tests.support.stubs import ROOT
 
 PART = re.compile(r"(<!-- made: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-RULE = re.compile(r"\b([a-lx])(\d{1,2})\b")
+RULE = re.compile(r"\b[A-LX]\d{1,2}\b")
+HOLDS = "# holds "  # above a test whose name carries no number: `# holds I2, I5`
 
 
 def settings(section: str) -> str:
@@ -64,7 +65,7 @@ def client_errors() -> str:
 
 
 def rules() -> str:
-    """For each rule of docs/contract.md, the tests whose names carry its number."""
+    """For each rule of docs/contract.md, the tests that hold it."""
     text = (ROOT / "docs/contract.md").read_text(encoding="utf-8")
     known = re.findall(r"^- \*\*([A-LX]\d+)\*\*", text, re.MULTILINE)
     held = rule_tests()
@@ -74,12 +75,17 @@ def rules() -> str:
 
 
 def rule_tests() -> Mapping[str, list[str]]:
-    """Rule number → tests named after it, as `file::test`."""
+    """Rule → tests that say that they hold it, in their names or in a comment above them, as `file::test`."""
     held: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        for name in _test_names(ast.parse(path.read_text(encoding="utf-8"))):
-            for letter, number in RULE.findall(name.replace("_", " ")):
-                held.setdefault(f"{letter.upper()}{number}", []).append(f"{path.relative_to(ROOT / 'tests')}::{name}")
+        source = path.read_text(encoding="utf-8")
+        lines = source.splitlines()
+        for test in _tests(ast.parse(source)):
+            first = min(node.lineno for node in (test, *test.decorator_list))
+            above = lines[first - 2].strip() if first > 1 else ""
+            said = test.name.replace("_", " ") + (above if above.startswith(HOLDS) else "")
+            for rule in dict.fromkeys(RULE.findall(said)):
+                held.setdefault(rule, []).append(f"{path.relative_to(ROOT / 'tests')}::{test.name}")
     return held
 
 
@@ -133,10 +139,10 @@ def _comments(kind: type[Any]) -> dict[str, str]:
     }
 
 
-def _test_names(tree: ast.Module) -> Iterator[str]:
+def _tests(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            yield node.name
+            yield node
 
 
 def main(arguments: list[str]) -> int:

@@ -67,6 +67,7 @@ def random_shape(seed: int, dtype: torch.dtype) -> Shape:
     )
 
 
+# holds E21, E24
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(20))
 def test_random_ragged_batches_equal_attention_over_histories(
@@ -127,6 +128,7 @@ def test_heads_may_lie_in_a_models_layout(attention: Attention) -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
+# holds E22
 def test_clone_sees_what_its_source_wrote(attention: Attention) -> None:
     shape = Shape(inputs=((40, 1), (40, 1), (20, 3), (25, 9)), clones=True)
     batch = make_ragged(shape, seed=4)

@@ -72,6 +72,7 @@ def test_wide_forward_equals_attention_over_histories(process: ProcessPoolExecut
     assert_as_expected(process.submit(interpreted.attend, shape, 2).result(), shape, 2)
 
 
+# holds E21, E24
 @pytest.mark.parametrize("seed", range(6))
 def test_random_ragged_batches_equal_attention_over_histories(process: ProcessPoolExecutor, seed: int) -> None:
     chosen = random.Random(seed)
@@ -120,6 +121,7 @@ class Recorder:
         return launch
 
 
+# holds L8
 @pytest.mark.parametrize("tokens", [1, 32, 33, 512])
 def test_launch_depends_on_shapes_alone(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Tensors without storage: whatever looked at a row, a position or a length would raise."""

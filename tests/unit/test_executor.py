@@ -80,6 +80,7 @@ def expected(toy: Path, prompts: list[list[int]]) -> list[list[int]]:
     ]
 
 
+# holds H4
 def test_greedy_tokens_are_those_of_the_library(
     driver: StepDriver, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -87,6 +88,7 @@ def test_greedy_tokens_are_those_of_the_library(
         assert driver.generate(driver.open(), prompt, COUNT) == tokens
 
 
+# holds H10
 @pytest.mark.parametrize("chunk", [1, 3, 8, 21])
 def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one(
     driver: StepDriver, prompts: list[list[int]], expected: list[list[int]], chunk: int
@@ -111,6 +113,7 @@ def test_chunks_of_one_prompt_may_share_a_step(
     assert produced == expected[-1]
 
 
+# holds H2, H10
 def test_decodes_and_prompts_in_one_step_do_not_disturb_each_other(
     driver: StepDriver, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -154,6 +157,7 @@ def test_a_truncated_sequence_forgets_what_it_held(
     assert driver.generate(sequence, prompts[3], COUNT) == expected[3]
 
 
+# holds E22
 def test_a_sequence_opened_on_cells_of_another_equals_one_that_computed_them(
     driver: StepDriver, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -167,6 +171,7 @@ def test_a_sequence_opened_on_cells_of_another_equals_one_that_computed_them(
     assert driver.generate(third, prompt[20:], COUNT) == tokens
 
 
+# holds H10, I6, I9
 def test_sampled_tokens_are_the_same_alone_and_in_company(toy: Path, prompts: list[list[int]]) -> None:
     policies = [
         SamplingParams(temperature=1.0, seed=3),
@@ -193,6 +198,7 @@ def test_sampled_tokens_are_the_same_alone_and_in_company(toy: Path, prompts: li
     assert produced[0][:1] != produced[6][:1]  # equal seeds, different positions
 
 
+# holds H11
 def test_the_same_steps_in_a_fresh_pool_give_the_same_tokens(toy: Path, prompts: list[list[int]]) -> None:
     first, second = (
         driver.generate(driver.open(SamplingParams(temperature=1.0, seed=5)), prompts[6], COUNT)
@@ -201,6 +207,7 @@ def test_the_same_steps_in_a_fresh_pool_give_the_same_tokens(toy: Path, prompts:
     assert first == second
 
 
+# holds A19, A20
 def test_padding_writes_nothing_but_the_scratch_cell(toy: Path) -> None:
     executor = build(toy, widths=(8,), max_step_tokens=8)
     driver = StepDriver(executor)
@@ -211,6 +218,7 @@ def test_padding_writes_nothing_but_the_scratch_cell(toy: Path) -> None:
         assert written == used
 
 
+# holds E21
 def test_what_a_token_must_not_see_cannot_reach_it(
     toy: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
@@ -236,6 +244,7 @@ def test_a_snapshot_tells_transcript_cells_policy_note_and_pending_token(
     assert (quiet.tokens, quiet.last_sampled) == ((1, 2), None)
 
 
+# holds H7
 def test_the_result_counts_forwards_per_method(driver: StepDriver) -> None:
     driver.step(Work(driver.open(), list(range(3, 73))))  # 64 on the dynamic method, then 6 on forward_8
     assert driver.last is not None
@@ -297,6 +306,7 @@ def stale_plans(driver: StepDriver) -> dict[str, StepPlan]:
     }
 
 
+# holds F12
 def test_a_stale_plan_is_refused_and_changes_nothing(toy: Path) -> None:
     executor = build(toy)
     driver = StepDriver(executor)
@@ -317,6 +327,7 @@ def test_a_stale_plan_is_refused_and_changes_nothing(toy: Path) -> None:
     assert len(driver.step(Work(0), Work(1, [7, 8, 9], wants_output=False))) == 1
 
 
+# holds H8
 def test_logits_with_a_nan_fail_the_step_and_every_later_one(toy: Path) -> None:
     executor = build(toy)
     driver = StepDriver(executor)

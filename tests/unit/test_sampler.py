@@ -46,6 +46,7 @@ def expected(logits_RV: torch.Tensor, policies: list[SamplingParams], positions:
     return [host_sampler.draw(logits, policy, position) for logits, policy, position in rows]
 
 
+# holds I2, I3, I4, I5, L3
 @pytest.mark.parametrize("seed", range(12))
 def test_device_and_host_pick_the_same_token_for_every_policy(seed: int) -> None:
     random = Random(seed)
@@ -55,6 +56,7 @@ def test_device_and_host_pick_the_same_token_for_every_policy(seed: int) -> None
     assert sample(logits_RV, policies, positions) == expected(logits_RV, policies, positions)
 
 
+# holds I4
 @pytest.mark.parametrize("policy", [SamplingParams(temperature=1, top_k=3), SamplingParams(temperature=1, top_p=0.6)])
 def test_ties_go_to_the_lower_id(policy: SamplingParams) -> None:
     logits_RV = torch.zeros(200, VOCABULARY)
@@ -67,12 +69,14 @@ def test_ties_go_to_the_lower_id(policy: SamplingParams) -> None:
     assert set(tokens) <= {100, 101, 102} or policy.top_k == 0
 
 
+# holds I1
 def test_greedy_takes_the_lowest_id_of_the_largest() -> None:
     logits_RV = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 1.0, 3.0, 3.0]])
     greedy = SamplingParams(top_k=1, top_p=0.1, seed=3)
     assert sample(logits_RV, [greedy, greedy], [0, 7]) == [1, 0]
 
 
+# holds I9
 def test_a_row_draws_the_same_token_alone_and_in_any_company() -> None:
     random = Random(5)
     policies = [random_policy(random) for _ in range(16)]
@@ -100,6 +104,7 @@ def test_a_long_tail_is_sorted_as_far_as_top_p_reaches() -> None:
     assert sample(logits_RV, policies, positions) == expected(logits_RV, policies, positions)
 
 
+# holds I6
 def test_coins_are_those_of_the_host_and_spread_evenly() -> None:
     seeds = [0, 1, 2, 2**63 - 1, -1, -(2**63)]
     positions = list(range(500))
@@ -113,6 +118,7 @@ def test_coins_are_those_of_the_host_and_spread_evenly() -> None:
         assert 0.0 <= min(part) < 0.02 < 0.98 < max(part) < 1.0
 
 
+# holds I2, I5
 def test_frequencies_follow_the_probabilities() -> None:
     logits_RV = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).expand(4000, 4)
     policies = [SamplingParams(temperature=1.0, seed=11)] * 4000

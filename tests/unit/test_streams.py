@@ -14,6 +14,7 @@ def stream(name: str = "g", *, resumable: bool = False) -> Stream:
     return Stream(GenerationId(name), seed=7, prompt_tokens=3, context=(), resumable=resumable, created_us=0)
 
 
+# holds J16
 async def test_slow_listener_finds_everything_since_its_last_message_in_one() -> None:
     s = stream()
     listener = s.listen(0)
