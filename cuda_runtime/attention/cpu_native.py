@@ -6,7 +6,7 @@ forward with them and however many threads run. Raises IndexError, with nothing 
 to be written that does not exist.
 """
 
-from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -14,10 +14,12 @@ from microtome.cuda_runtime.attention import native_build, torch_operator
 from microtome.cuda_runtime.attention.seam import Attention
 
 
-@cache
-def load() -> Attention:
-    """Build or find the library and load it. Raises `BadConfig` where there is no compiler. `cpu` is loaded already."""
-    library = native_build.build_library()
+def load(library: Path | None = None) -> Attention:
+    """Load `library` (default: built here, or found built) once per process. `cpu` is loaded already.
+
+    Raises `BadConfig` where there is no compiler.
+    """
+    library = library or native_build.build_library()
     torch_operator.define("cpu_native")
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     return torch_operator.collect("cpu_native")

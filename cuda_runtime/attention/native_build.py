@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from microtome.planner.errors import BadConfig
 
 SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("g++", "c++", "clang++")
-KERNEL_FLAGS = ("-O3", "-march=native", "-fopenmp")
+KERNEL_FLAGS = ("-O3", "-fopenmp")
 BINDING_FLAGS = ("-O2",)
 SHARED_FLAGS = ("-std=c++20", "-fPIC", "-w")  # -w: GCC's own vector headers trip its uninitialised-value warning
 
@@ -34,27 +33,30 @@ def find_compiler() -> str | None:
     return None
 
 
-@cache
-def build_library(cache_folder: Path | None = None) -> Path:
-    """The built library, from the cache (default: the user's) or the compiler. Raises `BadConfig` where neither can."""
+def build_library(*, cache_folder: Path | None = None, march: str = "native") -> Path:
+    """The built library, from the cache (default: the user's) or the compiler. Raises `BadConfig` where neither can.
+
+    `march` names the instruction set that the kernels may use, as the compiler names it.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise BadConfig(f"attention 'cpu_native' needs a C++ compiler; none of {', '.join(COMPILERS)} is on the path")
     folder = cache_folder or user_cache_path("microtome") / "native"
-    library = folder / f"attention-{_digest(compiler)}.so"
+    library = folder / f"attention-{_digest(compiler, march)}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = _compile(compiler, Path(scratch))
+            built = _compile(compiler, march, Path(scratch))
             os.replace(built, library)
     return library
 
 
-def _compile(compiler: str, scratch: Path) -> Path:
+def _compile(compiler: str, march: str, scratch: Path) -> Path:
     includes = [flag for path in include_paths() for flag in ("-isystem", path)]
     kernels, binding, library = scratch / "kernels.o", scratch / "binding.o", scratch / "attention.so"
     torch_libraries = str(Path(torch.__file__).parent / "lib")
-    compile_kernels = [compiler, *SHARED_FLAGS, *KERNEL_FLAGS, "-c", str(SOURCES / "kernels.cpp")]
+    kernel_flags = (*SHARED_FLAGS, *KERNEL_FLAGS, f"-march={march}")
+    compile_kernels = [compiler, *kernel_flags, "-c", str(SOURCES / "kernels.cpp")]
     compile_binding = [compiler, *SHARED_FLAGS, *BINDING_FLAGS, *includes, "-c", str(SOURCES / "binding.cpp")]
     _run_all([[*compile_kernels, "-o", str(kernels)], [*compile_binding, "-o", str(binding)]])
     # torch has its own OpenMP runtime loaded by the time this library is; the name is the same, so both share threads.
@@ -73,13 +75,13 @@ def _run_all(commands: list[list[str]]) -> None:
             raise BadConfig(f"attention 'cpu_native' does not compile with {command[0]}: {first}")
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, march: str) -> str:
     text = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             text.update(source.name.encode() + b"\0" + source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    text.update("\0".join((version, torch.__version__, *KERNEL_FLAGS, *BINDING_FLAGS, *SHARED_FLAGS)).encode())
+    text.update("\0".join((version, torch.__version__, march, *KERNEL_FLAGS, *BINDING_FLAGS, *SHARED_FLAGS)).encode())
     text.update(_cpu_features().encode())
     return text.hexdigest()[:24]
 

@@ -3,6 +3,7 @@
 A realisation is loaded on first use, since one compiles C++ and another imports Triton; later calls get the same one.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -14,6 +15,8 @@ import torch
 from microtome.cuda_runtime.attention import cpu, cpu_native, native_build, reference, torch_operator
 from microtome.cuda_runtime.attention.seam import Attention
 from microtome.planner.errors import BadConfig
+
+logger = logging.getLogger(__name__)
 
 
 def _reference() -> Attention:
@@ -54,7 +57,14 @@ def get_attention(name: str) -> Attention:
 
 
 def default_attention(device: torch.device) -> str:
-    """The name of the fastest realisation that runs on `device`."""
-    if device.type == "cpu":
-        return "cpu" if native_build.find_compiler() is None else "cpu_native"
-    return "triton" if device.type == "cuda" else "reference"
+    """The name of the fastest realisation that runs on `device`. On a CPU this may take a compiler's seconds, once."""
+    if device.type == "cuda":
+        return "triton"
+    if device.type != "cpu":
+        return "reference"
+    try:
+        native_build.build_library()
+    except BadConfig as problem:
+        logger.warning("attention over cells runs on stock operators, which are slower: %s", problem)
+        return "cpu"
+    return "cpu_native"
