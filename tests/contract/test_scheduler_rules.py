@@ -64,6 +64,12 @@ def test_C2_a_huge_budget_is_fine(policy: str) -> None:
 # --- submission ---
 
 
+def test_B2_a_prefill_of_one_token_waits_as_prefill(scheduler: Scheduler) -> None:
+    assert scheduler.submit([prefill(1, 1), decode(2), decode(3)])
+    assert sessions(scheduler.next_batch(max_tokens=2)) == [2, 3]
+    assert scheduler.next_batch() == (prefill(1, 1),)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
