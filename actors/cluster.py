@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it; Ray wants some
 DOWN_TIMEOUT_S = 30.0
 ADOPT_TIMEOUT_S = 5.0  # for a worker of an earlier life to answer
+CALL_TIMEOUT_S = 10.0  # for the driver to answer a manager's call
+PLACE_REPORT_S = 5.0  # between two looks at what a place still lacks
 CONNECT_TIMEOUT_S = 2.0  # to find out that nobody listens where a cluster's head should be
 LOCAL_PLACE_TIMEOUT_S = 10.0  # on a Ray of our own no node ever comes
 
@@ -122,7 +124,7 @@ def up(config: ServiceConfig, *, ray_address: str | None = None, join: bool = Fa
         existing = _find_driver(names)
         if existing is None:
             raise
-        address = _get(existing.address.remote(), timeout_s=CONNECT_TIMEOUT_S * 5)
+        address = _get(existing.address.remote(), timeout_s=CALL_TIMEOUT_S)
         if not join:
             raise BadConfig(f"a service named {names.service!r} is up already, at {address}") from error
         return Endpoint(service=names.service, address=address, ray_address=_ray_address(), joined=True)
@@ -188,12 +190,29 @@ def is_up(service: str, *, namespace: str = "") -> bool:
 
 def address_of(service: str, *, namespace: str = "", ray_address: str | None = None) -> str:
     """Where the service answers, "host:port", asked of Ray: for a Ray job. Raises `BadConfig` when it is not up."""
+    return str(_get(_driver_of(service, namespace, ray_address).address.remote(), CALL_TIMEOUT_S))
+
+
+def drain(service: str, worker: str, *, namespace: str = "", ray_address: str | None = None) -> None:
+    """Take one worker out of service: its sessions move, then it ends; another starts if it is missed.
+
+    Returns once it has begun. Raises `BadConfig` when the service is not up, `UnknownId` when no such worker is ready.
+    """
+    _get(_driver_of(service, namespace, ray_address).drain.remote(WorkerId(worker)), CALL_TIMEOUT_S)
+
+
+def scale(service: str, least: int, most: int, *, namespace: str = "", ray_address: str | None = None) -> None:
+    """Keep between `least` and `most` workers until the driver restarts. Raises `BadConfig`."""
+    _get(_driver_of(service, namespace, ray_address).scale.remote(least, most), CALL_TIMEOUT_S)
+
+
+def _driver_of(service: str, namespace: str, ray_address: str | None) -> Any:
     names = Names(service, namespace or service)
     _connect(ray_address, names.namespace)
     driver = _find_driver(names)
     if driver is None:
         raise BadConfig(f"no service named {service!r} is up in namespace {names.namespace!r} of {_ray_address()}")
-    return str(_get(driver.address.remote(), timeout_s=CONNECT_TIMEOUT_S * 5))
+    return driver
 
 
 def _start_driver(config: ServiceConfig, names: Names) -> Any:
@@ -448,10 +467,12 @@ class RayWorkers:
         self._config, self._secret, self._names = config, secret, Names.of(config)
         self._lives: set[asyncio.Task[None]] = set()
 
-    async def start(self, worker: WorkerId, ended: Callable[[str], None]) -> WorkerEndpoint:
+    async def start(
+        self, worker: WorkerId, ended: Callable[[str], None], waits: Callable[[str], None]
+    ) -> WorkerEndpoint:
         timeout_s = self._config.workers.start_timeout_s
         try:
-            group = await self._place(worker)
+            group = await self._place(worker, waits)
             actor = await asyncio.to_thread(self._create, worker, group)
             endpoint: WorkerEndpoint = await asyncio.wait_for(actor.start.remote(), timeout_s)
         except TimeoutError as error:
@@ -489,21 +510,45 @@ class RayWorkers:
         if group is not None:
             remove_placement_group(group)
 
-    async def _place(self, worker: WorkerId) -> PlacementGroup:
+    async def leaving(self) -> Collection[WorkerId]:
+        return await asyncio.to_thread(self._leaving)
+
+    def _leaving(self) -> Collection[WorkerId]:
+        """Ray tells nobody and stops nothing: who is on a draining node has to look."""
+        draining = ray_private.draining_nodes()
+        if not draining:
+            return ()
+        prefix = self._names.group(WorkerId(""))
+        return [
+            WorkerId(group["name"].removeprefix(prefix))
+            for group in placement_group_table().values()
+            if group["name"].startswith(prefix) and not draining.keys().isdisjoint(group["bundles_to_node_id"].values())
+        ]
+
+    async def _place(self, worker: WorkerId, waits: Callable[[str], None]) -> PlacementGroup:
         """Room for the worker on some node. Raises `WorkerLost`, saying per node what is missing."""
-        timeout_s = self._config.workers.place_timeout_s
+        timeout_s, demand = self._config.workers.place_timeout_s, self._demand()
         group = await asyncio.to_thread(
             placement_group,
-            [self._demand()],
+            [demand],
             strategy="STRICT_PACK",
             name=self._names.group(worker),
             lifetime="detached",  # a plain group dies with the process that made it, and takes its actors along
         )
-        try:
-            await asyncio.wait_for(group.ready(), timeout_s)
-        except TimeoutError as error:
-            missing = await asyncio.to_thread(missing_resources, self._demand())
-            raise WorkerLost(f"no node had room for {worker} within {timeout_s:g} s: {missing}") from error
+        ready = asyncio.ensure_future(group.ready())
+        end_s = time.monotonic() + timeout_s
+        while not ready.done():
+            left_s = end_s - time.monotonic()
+            done, _ = await asyncio.wait([ready], timeout=max(0.0, min(left_s, PLACE_REPORT_S)))
+            if done:
+                break
+            missing = await asyncio.to_thread(missing_resources, demand)
+            if left_s <= PLACE_REPORT_S:
+                ready.cancel()
+                raise WorkerLost(f"no node had room for {worker} within {timeout_s:g} s: {missing}")
+            waits(f"no node has room for it yet: {missing}")
+        await ready
+        waits("")
         return group
 
     def _create(self, worker: WorkerId, group: PlacementGroup) -> Any:

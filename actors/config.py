@@ -21,6 +21,7 @@ from microtome.actors.link import DEFAULT_EXECUTOR, LinkSettings
 from microtome.cuda_runtime.options import RuntimeOptions
 from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import BadConfig
+from microtome.planner.scaling import ScalingConfig
 
 ENVIRONMENT_PREFIX = "MICROTOME_"
 
@@ -77,7 +78,13 @@ class ServiceSection:
 class WorkersSection:
     """How many workers, what each takes from its node, and how long each may be silent."""
 
-    count: int = 1  # at start
+    count: int = 1  # at start, within the two below
+    min: int | None = None  # however little there is to do; None: `count`, or `max` if that is less
+    max: int | None = None  # however much there is to do; None: `count`, or `min` if that is more
+    target_wait_s: float = 2.0  # predicted wait for a first token above which more workers are wanted
+    target_occupancy: float = 0.85  # share of all cells in use above which more workers are wanted
+    settle_s: float = 30.0  # of a smaller load before a worker goes, and between two that go
+    idle_s: float = 300.0  # without any generation before the last worker goes, where `min` is 0
     cpus: float = 1  # each
     gpus: float | None = None  # each; None: one when the device is CUDA, else none
     place_timeout_s: float = 600.0  # from asking for a place to having it; an autoscaler adds a node meanwhile
@@ -89,6 +96,7 @@ class WorkersSection:
     def __post_init__(self) -> None:
         if self.count < 0:
             raise BadConfig(f"workers.count {self.count} is below 0")
+        _ = self.scaling  # its own checks
         if not 0 <= self.cpus < float("inf"):
             raise BadConfig(f"workers.cpus {self.cpus:g} is not 0 or more")
         if self.gpus is not None and not 0 <= self.gpus <= 1:
@@ -98,6 +106,18 @@ class WorkersSection:
                 raise BadConfig(f"workers.{name} {getattr(self, name):g} is not a positive number of seconds")
         if not _IMPORT_STRING.fullmatch(self.executor):
             raise BadConfig(f"workers.executor {self.executor!r} is not of the form module:function")
+
+    @property
+    def scaling(self) -> ScalingConfig:
+        most = self.max if self.max is not None else max(1, self.count, self.min or 0)
+        return ScalingConfig(
+            min_workers=self.min if self.min is not None else min(self.count, most),
+            max_workers=most,
+            target_wait_s=self.target_wait_s,
+            target_occupancy=self.target_occupancy,
+            settle_s=self.settle_s,
+            idle_s=self.idle_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

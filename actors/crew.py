@@ -7,7 +7,7 @@ business. All on the driver's event loop.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -31,8 +31,11 @@ Post = Callable[[WorkerJoined | WorkerDraining | WorkerGone | StepDone | StepFai
 class WorkerStarter(Protocol):
     """Gives workers a process and a place."""
 
-    async def start(self, worker: WorkerId, ended: Callable[[str], None]) -> WorkerEndpoint:
-        """Start it and wait until it is ready. `ended(cause)` is called once if the process ends by itself later.
+    async def start(
+        self, worker: WorkerId, ended: Callable[[str], None], waits: Callable[[str], None]
+    ) -> WorkerEndpoint:
+        """Start it and wait until it is ready. `ended(cause)` is called once if the process ends by itself later;
+        `waits(what)` now and again meanwhile, with what it waits for, empty when that is over.
 
         Raises `BadConfig` when it can never work as configured, `WorkerLost` when this try failed. What was begun is
         the caller's to `end`.
@@ -40,6 +43,9 @@ class WorkerStarter(Protocol):
 
     async def living(self, ended: Callable[[WorkerId, str], None]) -> Sequence[WorkerEndpoint]:
         """Workers of an earlier life of the driver that are ready. Those that are not are ended."""
+
+    async def leaving(self) -> Collection[WorkerId]:
+        """Workers whose places will be taken from them soon: their nodes are draining."""
 
     async def end(self, worker: WorkerId) -> None:
         """End the process and give its place back. Idempotent; returns when both are gone or as good as gone."""
@@ -83,7 +89,8 @@ class Crew:
         self._config, self._secret, self._starter = config, secret, starter
         self._post, self._now_us, self._broken = post, now_us, failed
         self._members: dict[WorkerId, Member] = {}
-        self._wanted = config.workers.count
+        scaling = config.workers.scaling
+        self._wanted = max(scaling.min_workers, min(config.workers.count, scaling.max_workers))
         self._last_number = 0
         self._failures = 0  # tries in a row that failed; what the next try waits for grows with them
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,6 +98,7 @@ class Crew:
         self._ready = asyncio.Event()
         self._failure: BatchingError | None = None
         self._stopping = False
+        self.start_us: int | None = None  # from asking for the newest worker to its being ready
 
     # --- what others see ---
 
@@ -101,6 +109,20 @@ class Crew:
     @property
     def ready(self) -> int:
         return sum(member.state is State.READY for member in self._members.values())
+
+    @property
+    def wanted(self) -> int:
+        """How many workers there should be."""
+        return self._wanted
+
+    @property
+    def starting(self) -> int:
+        return sum(member.state is State.STARTING for member in self._members.values())
+
+    @property
+    def known(self) -> Capability | None:
+        """What the service's workers are; None while none has ever joined."""
+        return self._first.result() if self._first.done() else None
 
     async def capability(self) -> Capability:
         """What the service's workers are; waits for the first one that ever joined."""
@@ -128,6 +150,20 @@ class Crew:
             except BatchingError as error:
                 self._mark_lost(member, str(error))
                 await self._retire(member)
+        self._wanted = max(self._wanted, min(self.ready, self._config.workers.scaling.max_workers))
+
+    def scale(self, wanted: int, victims: Sequence[WorkerId]) -> None:
+        """Have `wanted` workers: more are started, too many are drained, `victims` in their order. None that starts."""
+        self._wanted = wanted
+        surplus = self.ready + self.starting - wanted
+        for worker in victims[: max(0, surplus)]:
+            self.drain(worker, "fewer workers are wanted")
+        self.fill()
+
+    async def drain_leaving(self) -> None:
+        """Drain the workers whose places will be taken from them, and start others."""
+        for worker in await self._starter.leaving():
+            self.drain(worker, "its node is draining")
 
     def fill(self) -> None:
         """Start as many workers as are missing."""
@@ -146,12 +182,13 @@ class Crew:
         if member is not None and member.client is not None and member.client.endpoint.incarnation == plan.incarnation:
             member.client.send(plan)
 
-    def drain(self, worker: WorkerId) -> bool:
-        """Take it out of service; another starts in its place. False: no such worker is ready."""
+    def drain(self, worker: WorkerId, cause: str) -> bool:
+        """Take it out of service; another starts in its place if it is missed. False: no such worker is ready."""
         member = self._members.get(worker)
         if member is None or member.state is not State.READY:
             return False
-        member.state, member.cause = State.DRAINING, "draining"
+        member.state, member.cause = State.DRAINING, cause
+        log.info("%s drains: %s", worker, cause)
         self._post(WorkerDraining(at_us=self._now_us(), worker=worker))
         self.fill()
         return True
@@ -172,7 +209,7 @@ class Crew:
         """A drained worker holds nothing any more: end it."""
         member = self._members.get(worker)
         if member is not None and member.state is not State.LOST:
-            self._mark_lost(member, "drained")
+            self._mark_lost(member, f"drained: {member.cause}")
             self._spawn(self._retire(member))
 
     async def stop(self) -> None:
@@ -198,10 +235,13 @@ class Crew:
 
     async def _begin(self, member: Member, wait_s: float) -> None:
         await asyncio.sleep(wait_s)
-        worker = member.worker
+        worker, begun_us = member.worker, self._now_us()
         try:
-            endpoint = await self._starter.start(worker, lambda cause: self._ended(worker, cause))
+            endpoint = await self._starter.start(
+                worker, lambda cause: self._ended(worker, cause), lambda what: self._waits(member, what)
+            )
             await self._join(member, endpoint)
+            self.start_us = self._now_us() - begun_us
         except BatchingError as error:
             log.error("%s did not start: %s", worker, error)
             self._failures += 1
@@ -230,6 +270,7 @@ class Crew:
                 f"the others {self._first.result().fingerprint[:16]}"
             )
         member.capability, member.state, member.since_us = capability, State.READY, self._now_us()
+        member.cause = ""
         self._failures = 0
         if not self._first.done():
             self._first.set_result(capability)
@@ -248,6 +289,11 @@ class Crew:
         lost = [m.worker for m in self._members.values() if m.state is State.LOST]
         for worker in lost[:-REMEMBERED]:
             del self._members[worker]
+
+    def _waits(self, member: Member, what: str) -> None:
+        if what and not member.cause:
+            log.warning("%s waits: %s", member.worker, what)
+        member.cause = what
 
     def _ended(self, worker: WorkerId, cause: str) -> None:
         member = self._members.get(worker)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, assert_never
@@ -29,7 +30,7 @@ from microtome.actors.report import status_response
 from microtome.actors.requests import ServedModel
 from microtome.actors.text import ModelText, load_model_text
 from microtome.planner.control import Control
-from microtome.planner.errors import BadConfig
+from microtome.planner.errors import BadConfig, UnknownId
 from microtome.planner.events import (
     Deliver,
     Event,
@@ -42,12 +43,15 @@ from microtome.planner.events import (
     Tick,
     WorkerGone,
 )
+from microtome.planner.scaling import Load, Scaler, victims
+from microtome.planner.types import WorkerId
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+SCALE_S = 0.25
 SCRAPE_TIMEOUT_S = 5.0
 BIND_TRIES, BIND_PAUSE_S = 20, 0.25  # a restarted driver waits for its own port
 GENERATION = pb.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -87,7 +91,7 @@ class DriverHost:
         self._settled = asyncio.Event()  # nothing of an earlier driver is still to be taken over
         self._tasks: list[asyncio.Task[None]] = []
         self._began_us = self.now_us()
-        self._finished = 0
+        self._callers = 0  # calls that wait for the first worker there ever was
         self.loop_us = 0  # spent handling events, in all
         self.port = 0
 
@@ -103,7 +107,9 @@ class DriverHost:
         await self._crew.adopt()
         await self._quiet.wait()  # the loop has taken in what was adopted
         self._settled.set()
+        self._scaler = Scaler(self._config.workers.scaling, self._crew.wanted, self.now_us())
         self._crew.fill()
+        self._tasks.append(self._task(self._scale()))
 
     async def wait_ready(self) -> None:
         """Until as many workers as configured can take work. Raises what kept the first one from starting."""
@@ -139,8 +145,23 @@ class DriverHost:
     async def settled(self) -> None:
         await self._settled.wait()
 
+    def drain(self, worker: WorkerId) -> None:
+        """Take the worker out of service without hurting a stream. Raises `UnknownId` when no such one is ready."""
+        if not self._crew.drain(worker, "an operator asked for it"):
+            raise UnknownId(f"no worker {worker!r} is ready")
+
+    def scale(self, least: int, most: int) -> None:
+        """Keep between so many workers from now on. Raises `BadConfig`."""
+        config = replace(self._config.workers.scaling, min_workers=least, max_workers=most)
+        self._scaler = Scaler(config, self._crew.wanted, self.now_us())
+        self._crew.scale(self._scaler.wanted(self._load()), victims(self._control.status().workers))
+
     async def model(self) -> ServedModel:
-        capability = await self._crew.capability()
+        self._callers += 1
+        try:
+            capability = await self._crew.capability()
+        finally:
+            self._callers -= 1
         text = await self.front_end.text()
         limit = self._config.planner.max_session_tokens
         return ServedModel(
@@ -195,6 +216,29 @@ class DriverHost:
             now = self.now_us()
             self.post(Tick(at_us=now))
             self.front_end.tick(now)
+
+    async def _scale(self) -> None:
+        while True:
+            await asyncio.sleep(SCALE_S)
+            await self._crew.drain_leaving()
+            wanted = self._scaler.wanted(self._load())
+            if wanted != self._crew.wanted:
+                log.info("%d workers are wanted, not %d", wanted, self._crew.wanted)
+                self._crew.scale(wanted, victims(self._control.status().workers))
+
+    def _load(self) -> Load:
+        status, known = self._control.status(), self._crew.known
+        return Load(
+            at_us=self.now_us(),
+            ready=self._crew.ready,
+            starting=self._crew.starting,
+            generations=status.running + status.waiting + self._callers,
+            waiting_tokens=status.waiting_tokens,
+            cells_used=sum(worker.cells_used for worker in status.workers),
+            cells_per_worker=0 if known is None else known.usable_cells,
+            wait_us=status.wait_us,
+            start_us=self._crew.start_us,
+        )
 
     async def _watch_health(self) -> None:
         """Serving means: a worker can take work."""

@@ -4,7 +4,7 @@ Workers run the fake executor unless the configuration names another. `InProcess
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,8 +44,11 @@ class InProcessWorkers:
         self._ended: dict[WorkerId, Callable[[str], None]] = {}
         self.started: list[WorkerId] = []
         self.ended: list[WorkerId] = []
+        self.places_taken: set[WorkerId] = set()  # the test says whose
 
-    async def start(self, worker: WorkerId, ended: Callable[[str], None]) -> WorkerEndpoint:
+    async def start(
+        self, worker: WorkerId, ended: Callable[[str], None], waits: Callable[[str], None]
+    ) -> WorkerEndpoint:
         config = self._config
         spec = WorkerSpec(
             worker=worker,
@@ -70,6 +73,9 @@ class InProcessWorkers:
         for worker in self.processes:
             self._ended[worker] = lambda cause, worker=worker: ended(worker, cause)
         return [process.endpoint for process in self.processes.values() if process.endpoint is not None]
+
+    async def leaving(self) -> Collection[WorkerId]:
+        return self.places_taken
 
     async def end(self, worker: WorkerId) -> None:
         process = self.processes.pop(worker, None)
