@@ -9,6 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.microtome-installed
 PYTEST_ARGS ?=
+BENCHES ?= wire link attention overhead
 
 .PHONY: help env demo test check format proto docs wheel bench soak constraints clean
 
@@ -57,7 +58,7 @@ wheel: $(STAMP) ## build the package into dist/
 	@ls dist
 
 bench: $(STAMP) ## measure; prints ratios within one run
-	@for module in bench/[a-z]*.py; do $(BIN)/python -m "bench.$$(basename $$module .py)"; done
+	@for name in $(BENCHES); do echo "== bench.$$name"; $(BIN)/python -m bench.$$name; done
 
 soak: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
