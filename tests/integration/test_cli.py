@@ -1,0 +1,304 @@
+"""The command against a scripted service: what it prints where, and that an error is one sentence and a status."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+import microtome
+from microtome import local
+from microtome.cli import app
+from microtome.planner.errors import BadConfig
+from microtome.v1 import generation_pb2 as pb
+from tests.support.fake_generation import WAIT_S, Endless, FakeGeneration, Served, refuses, response, says
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served(FakeGeneration())
+    yield served
+    served.stop()
+
+
+def run(*arguments: str, stdin: str | None = None, **environment: str) -> Result:
+    return CliRunner().invoke(app, arguments, input=stdin, env=environment)
+
+
+def sentence(result: Result, status: int = 1) -> str:
+    """The one sentence of a command that failed: on standard error, alone, no traceback."""
+    assert result.exit_code == status
+    assert result.stdout == ""
+    assert result.stderr.startswith("microtome: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("microtome: ").rstrip("\n")
+
+
+# --- generate ---
+
+
+def test_generate_prints_the_text_and_nothing_else(served: Served) -> None:
+    result = run("generate", "hi", "--address", served.address)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "Hello world\n", "")
+    assert served.service.seen[0].text == "hi"
+
+
+def test_generate_ends_the_line_only_when_the_text_does_not(served: Served) -> None:
+    served.service.scripts = [says(response("Hello\n", 1, last=True))]
+    assert run("generate", "hi", "--address", served.address).stdout == "Hello\n"
+    served.service.scripts = [says(response("", 2, last=True))]
+    assert run("generate", "hi", "--address", served.address).stdout == ""
+
+
+def test_the_address_may_come_from_the_environment(served: Served) -> None:
+    assert run("generate", "hi", MICROTOME_ADDRESS=served.address).stdout == "Hello world\n"
+
+
+def test_generate_hands_every_option_on(served: Served) -> None:
+    options = (
+        "-n 9 -t 0.5 --top-k 4 --top-p 0.25 --min-p 0.125 --seed 7 --stop-token-id 5 --stop-token-id 6 --ignore-eos"
+    )
+    assert run("generate", "hi", "-a", served.address, *options.split()).exit_code == 0
+    [request] = served.service.seen
+    request.ClearField("generation_id")
+    assert request == pb.GenerateRequest(
+        text="hi",
+        max_new_tokens=9,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.25,
+        min_p=0.125,
+        seed=7,
+        stop_token_ids=[5, 6],
+        ignore_eos=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (["--chat"], [("user", "hi")]),
+        (["--system", "be brief"], [("system", "be brief"), ("user", "hi")]),
+    ],
+)
+def test_generate_as_a_chat(served: Served, options: list[str], messages: list[tuple[str, str]]) -> None:
+    assert run("generate", "hi", "-a", served.address, *options).exit_code == 0
+    assert [(m.role, m.content) for m in served.service.seen[0].chat.messages] == messages
+
+
+def test_the_prompt_may_come_from_standard_input(served: Served) -> None:
+    run("generate", "-", "-a", served.address, stdin="from\na file")
+    assert served.service.seen[0].text == "from\na file"
+
+
+def test_generate_verbose_tells_tokens_and_times_on_standard_error(served: Served) -> None:
+    result = run("generate", "hi", "-a", served.address, "--verbose")
+    assert result.stdout == "Hello world\n"
+    assert result.stderr.startswith("prompt 3 tokens (1 cached); output 5 tokens; finish length; seed 7; TTFT ")
+    assert "ITL mean " in result.stderr
+
+
+def test_generate_json_is_the_whole_generation(served: Served) -> None:
+    result = run("generate", "hi", "-a", served.address, "--json")
+    assert json.loads(result.stdout) == {
+        "text": "Hello world",
+        "token_ids": [10, 11, 12, 13, 14],
+        "generation_id": "g-1",
+        "seed": 7,
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 3, "output_tokens": 5, "cached_tokens": 1},
+    }
+
+
+def test_a_failure_in_mid_stream_keeps_the_text_on_its_own_line(served: Served) -> None:
+    served.service.scripts = [refuses(grpc.StatusCode.INTERNAL, "step 12 failed", after=(response("Hel", 1),))]
+    result = run("generate", "hi", "-a", served.address)
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "Hel\n", "microtome: step 12 failed\n")
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code.name not in ("OK", "UNAVAILABLE")])
+def test_what_the_service_refuses_is_its_sentence_and_status_1(served: Served, code: grpc.StatusCode) -> None:
+    served.service.scripts = [refuses(code, "temperature -1 is not a number of 0 or more")]
+    assert sentence(run("generate", "hi", "-a", served.address)) == "temperature -1 is not a number of 0 or more"
+
+
+def test_a_sentence_stays_one_line_and_cannot_write_on_the_terminal(served: Served) -> None:
+    served.service.scripts = [refuses(grpc.StatusCode.INTERNAL, "two\nlines [red]and\x1b[2J a code")]
+    assert sentence(run("generate", "hi", "-a", served.address)) == "two lines [red]and[2J a code"
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("status",), ("down",)])
+def test_no_service_is_told_with_its_address_and_what_starts_one(served: Served, command: tuple[str, ...]) -> None:
+    served.stop()
+    told = sentence(run(*command, "--address", served.address))
+    assert told == f"no service answers at {served.address} (connection refused); `microtome serve MODEL` starts one"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--address", "nowhere"], "an address is \"host:port\" with a port from 1 to 65535, not 'nowhere'"),
+        (["--seed", "-1"], "seed must be 0 to 18446744073709551615, not -1"),
+        (["--timeout-s", "0"], "timeout_s must be above 0 seconds and finite, not 0"),
+    ],
+)
+def test_what_cannot_be_sent_is_told(served: Served, options: list[str], told: str) -> None:
+    assert sentence(run("generate", "hi", "-a", served.address, *options)) == told
+    assert served.service.seen == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["/nowhere"], "model /nowhere: no such file or directory"),
+        (["/nowhere", "--port", "99999"], "port 99999 is not in 0 to 65535"),
+        (["/nowhere", "--device", "tpu"], "device 'tpu' is none of cpu, cuda, cuda:N"),
+        (["/nowhere", "--set", "workers.cout=2"], "no setting is named 'workers.cout'; did you mean 'workers.count'?"),
+        (["/nowhere", "--set", "workers.count=two"], "workers.count 'two' is not a whole number"),
+    ],
+)
+def test_serve_refuses_what_cannot_work_before_anything_starts(arguments: list[str], told: str) -> None:
+    assert sentence(run("serve", *arguments)) == told
+
+
+def test_settings_given_as_options_win_over_the_environment_and_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("service: {port: 70001, name: 'from the file'}\n")
+    assert "'from the file'" in sentence(run("serve", "/nowhere", "--config", str(file), "--port", "1"))
+    environment = {"MICROTOME_SERVICE_NAME": "from the environment"}
+    told = sentence(run("serve", "/nowhere", "--config", str(file), "--port", "1", **environment))
+    assert "'from the environment'" in told
+    told = sentence(run("serve", "/nowhere", "--config", str(file), "--name", "ours", **environment))
+    assert told == "port 70001 is not in 0 to 65535"
+
+
+def test_an_unknown_model_name_is_told_with_the_known_ones() -> None:
+    assert sentence(run("fetch", "gpt-9")) == "no model is called 'gpt-9'; known: smollm2-135m"
+
+
+def test_a_command_line_that_is_wrong_has_status_2() -> None:
+    for arguments in (["generate"], ["generate", "hi", "--temperature", "hot"], ["serve", "m", "--set", "no-equals"]):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [["serve", "m"], ["fetch", "smollm2-135m"], ["demo"], ["down"]])
+def test_a_client_only_installation_says_what_to_install(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    monkeypatch.setattr(local.importlib, "import_module", missing)
+    told = sentence(run(*command))
+    assert told == "this needs the server parts, and ray is not installed: pip install 'microtome[server]'"
+
+
+def test_a_module_of_ours_that_is_missing_is_a_defect_and_not_an_installation() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"microtome\.nothing"):
+        local.server_part("nothing")
+
+
+def test_down_refuses_to_take_for_one_service_another(served: Served) -> None:
+    told = sentence(run("down", "--name", "other", "--address", served.address))
+    assert told.startswith(f"the service at {served.address} is 'microtome', not 'other'")
+
+
+def test_errors_of_the_planner_and_configuration_are_sentences_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> None:
+        raise BadConfig("the cache is not writable")
+
+    monkeypatch.setattr(local, "server_part", fails)
+    assert sentence(run("fetch", "smollm2-135m")) == "the cache is not writable"
+
+
+# --- status, version ---
+
+
+def test_status_names_service_workers_and_load(served: Served) -> None:
+    result = run("status", "--address", served.address, COLUMNS="120")
+    assert result.exit_code == 0
+    assert f"microtome 0.1.0 at {served.address}, up 1 min 1 s, on Ray 127.0.0.1:6379" in result.stdout
+    assert "2 running, 1 waiting" in result.stdout
+    for fact in ("worker-0", "ready", "cpu", "4242", "12/4096", "321 output tokens"):
+        assert fact in result.stdout
+
+
+def test_status_json_is_all_of_it(served: Served) -> None:
+    told = json.loads(run("status", "--json", "--address", served.address).stdout)
+    assert told["workers"][0]["cells_usable"] == 4096
+    assert told["counters"]["output_tokens"] == 321
+
+
+def test_version_is_the_installed_one() -> None:
+    assert run("version").stdout == f"microtome {microtome.__version__}\n"
+
+
+def test_no_arguments_show_the_commands() -> None:
+    shown = run().output
+    for command in ("serve", "generate", "status", "down", "fetch", "demo", "version"):
+        assert f" {command} " in shown
+
+
+# --- as a process ---
+
+COMMAND = [sys.executable, "-m", "microtome"]
+
+
+def test_ctrl_c_while_generating_cancels_the_generation(served: Served) -> None:
+    endless = Endless()
+    served.service.scripts = [endless]
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "hi", "--address", served.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(2) == "xx"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, stderr) == (130, "")
+    assert endless.cancelled.wait(WAIT_S)
+
+
+def test_a_reader_that_goes_away_ends_the_generation_quietly(served: Served) -> None:
+    endless = Endless()
+    served.service.scripts = [endless]
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "hi", "--address", served.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(WAIT_S) == 1
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert endless.cancelled.wait(WAIT_S)
+
+
+def test_text_to_a_terminal_has_no_control_characters(served: Served) -> None:
+    served.service.scripts = [says(response("a\x1b[2J\x07b\tc\r\n", 1, last=True))]
+    ours, theirs = os.openpty()
+    try:
+        subprocess.run(
+            [*COMMAND, "generate", "hi", "--address", served.address], stdout=theirs, check=True, timeout=WAIT_S
+        )
+        shown = os.read(ours, 1000)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert shown == b"a[2Jb\tc\r\n"  # the carriage return is the terminal's own
