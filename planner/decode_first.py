@@ -94,6 +94,7 @@ class DecodeFirstScheduler:
         self._step += 1
         if self._shares is not None:
             self._shares.next_step()
+        self._prefills.forget_places()
         budget = self.limits.max_batch_tokens
         if max_tokens is not None:
             budget = min(budget, max_tokens)

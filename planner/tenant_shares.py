@@ -2,11 +2,16 @@
 
 A tenant's level grows by the tokens served to it, divided by its weight; the tenant with the lowest level goes first.
 So of tenants that keep asking, each gets tokens in proportion to its weight, and one that floods waits for itself
-alone. Idleness earns little: who comes new starts where the least served of the latest step stands, and nobody falls
-behind that mark by more than a fixed credit, which lets a tenant pause while its token is under way.
+alone.
+
+Beside the levels a mark rises: by the tokens of each step, divided by the weights of all that waited for it, as the
+level of a tenant would that always gets its share. Who comes new starts at the mark. Who comes back is behind it by a fixed
+credit at most, so idleness earns little; nobody is ahead of it by more, so using what nobody else wanted costs little.
+And as it rises with every step that runs, everybody's turn comes, whoever else may come.
 
 Levels are integers; UNIT of them is one token at weight 1. A tenant that is gone is forgotten when it owes nothing.
-Source of the rule: the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024.
+Sources: the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024; the virtual time
+of Parekh and Gallager, "A Generalized Processor Sharing Approach to Flow Control", 1993.
 """
 
 from collections.abc import Mapping
@@ -23,7 +28,7 @@ _KEPT_AT_LEAST = 64  # tenants below which forgetting is not worth the look
 class _Tenant:
     level: int
     order: int  # of arrival; settles equal levels
-    per_token: int
+    weight: int
     waiting: int = 0  # inputs
     last_step: int = 0  # in which something of it was queued or served
 
@@ -32,7 +37,7 @@ class TenantShares:
     def __init__(self, weights: Mapping[str, int], credit_tokens: int) -> None:
         """`weights`: tokens a tenant gets for each one of a tenant of weight 1, the weight of those not named.
 
-        `credit_tokens`: how far behind the least served a tenant may stand. Raises `BadConfig` for a weight out of
+        `credit_tokens`: how far from the mark a tenant of weight 1 may stand. Raises `BadConfig` for a weight out of
         range.
         """
         for tenant, weight in weights.items():
@@ -43,8 +48,10 @@ class TenantShares:
         self._tenants: dict[str, _Tenant] = {}
         self._arrivals = 0
         self._step = 0
-        self._floor = 0  # where the least served of the latest step stood; never falls
-        self._lowest: int | None = None  # level of a tenant served in this step, before it was
+        self._mark = 0
+        self._waiting_weight = 0  # of all tenants something of which waits
+        self._step_weight = 0  # the same when this step began
+        self._step_tokens = 0  # served in this step
         self.served_now: set[str] = set()  # in this step
         self._sweep_above = _KEPT_AT_LEAST
 
@@ -54,10 +61,11 @@ class TenantShares:
     def next_step(self) -> None:
         """A new batch begins."""
         self._step += 1
-        if self._lowest is not None:
-            self._floor = max(self._floor, self._lowest)
-            self._lowest = None
+        if self._step_tokens:
+            self._mark += self._step_tokens * UNIT // self._step_weight
+            self._step_tokens = 0
             self.served_now.clear()
+        self._step_weight = self._waiting_weight
 
     def key(self, tenant: str) -> tuple[int, int]:
         """The tenant with the lowest goes first. Only of a tenant something of which waits."""
@@ -70,32 +78,38 @@ class TenantShares:
         if state is None:
             self._forget_gone()
             self._arrivals += 1
-            state = _Tenant(self._floor, self._arrivals, UNIT // self._weights.get(tenant, 1))
+            state = _Tenant(self._mark, self._arrivals, self._weights.get(tenant, 1))
             self._tenants[tenant] = state
-        elif not state.waiting:
-            state.level = max(state.level, self._floor - self._credit)
+        if not state.waiting:
+            state.level = max(state.level, self._mark - self._credit)
+            self._waiting_weight += state.weight
         state.waiting += 1
         state.last_step = self._step
 
     def dropped(self, tenant: str, inputs: int) -> None:
         """`inputs` of a tenant wait no longer, and were not served."""
-        self._tenants[tenant].waiting -= inputs
+        self._leave(self._tenants[tenant], inputs)
 
     def served(self, tenant: str, inputs: int, tokens: int) -> None:
         """`inputs` of a tenant wait no longer: they run, `tokens` together."""
         state = self._tenants[tenant]
-        if self._lowest is None or state.level < self._lowest:
-            self._lowest = state.level
-        self.served_now.add(tenant)
-        state.level += tokens * state.per_token
-        state.waiting -= inputs
+        state.level = min(state.level + tokens * UNIT // state.weight, self._mark + self._credit)
         state.last_step = self._step
+        self.served_now.add(tenant)
+        self._step_tokens += tokens
+        self._leave(state, inputs)
 
     def given_back(self, tenant: str, tokens: int) -> None:
         """An input of `tokens` that was served did not run after all, and waits again."""
         self.queued(tenant)
         state = self._tenants[tenant]
-        state.level = max(state.level - tokens * state.per_token, self._floor - self._credit)
+        state.level = max(state.level - tokens * UNIT // state.weight, self._mark - self._credit)
+        self._step_tokens = max(0, self._step_tokens - tokens)
+
+    def _leave(self, state: _Tenant, inputs: int) -> None:
+        state.waiting -= inputs
+        if not state.waiting:
+            self._waiting_weight -= state.weight
 
     def _forget_gone(self) -> None:
         """Paid for by the tenants that came since the last time."""
@@ -104,7 +118,7 @@ class TenantShares:
         gone = [
             name
             for name, state in self._tenants.items()
-            if not state.waiting and state.level <= self._floor and self._step - state.last_step > _STEPS_UNTIL_GONE
+            if not state.waiting and state.level <= self._mark and self._step - state.last_step > _STEPS_UNTIL_GONE
         ]
         for name in gone:
             del self._tenants[name]

@@ -79,7 +79,6 @@ class WaitingPrefills:
 
     def begin_batch(self, decoding: Iterable[SessionId]) -> None:
         """Turns of a new batch follow. Sessions that decode in it have none."""
-        self._vacated.clear()
         for session in decoding:
             queue = self._queues.get(session)
             if queue is not None:
@@ -128,6 +127,10 @@ class WaitingPrefills:
             self._shares.dropped(queue.rank.tenant, len(queue.inputs))
         self._leave_line(session, queue)
         return list(queue.inputs)
+
+    def forget_places(self) -> None:
+        """A batch comes: places of cancelled sessions are kept no longer."""
+        self._vacated.clear()
 
     def forget(self, session: SessionId) -> None:
         """A session is over: its place is not kept."""
