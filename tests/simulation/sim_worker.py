@@ -7,6 +7,7 @@ late, twice, or after it was given up. It knows nothing of `Control`: it is give
 from collections import deque
 from collections.abc import Callable
 from random import Random
+from typing import TypeVar
 
 from microtome.planner.errors import StalePlan, StepError
 from microtome.planner.events import Event, StepDone, StepFailed
@@ -14,6 +15,8 @@ from microtome.planner.fence import StepFence
 from microtome.planner.types import StepPlan, WorkerId
 from tests.simulation.clock import Clock
 from tests.support.fake_executor import FakeExecutor
+
+T = TypeVar("T")
 
 
 class SimWorker:
@@ -35,6 +38,7 @@ class SimWorker:
         self.alive = True  # the process is there
         self.hung = False
         self.doomed = False  # its state is unknown after a failed step
+        self.refusals = 0  # of plans, by chance
         self._fence = StepFence(self.incarnation, self.capability.table.digest, kept=plan_ahead)
         self._clock = clock
         self._rng = rng
@@ -42,6 +46,7 @@ class SimWorker:
         self._fault_rate = fault_rate
         self._inbox: deque[StepPlan] = deque()
         self._busy = False
+        self._refused = 0  # the step that was refused and is to be planned anew
         self._driver = 0  # how often it was restarted
 
     @property
@@ -85,6 +90,14 @@ class SimWorker:
             assert again == event, "a repeated step has another answer"
         self._go_on()
 
+    @staticmethod
+    def _sound(call: Callable[[], T]) -> T:
+        """Nobody but chance may find fault with a plan."""
+        try:
+            return call()
+        except (StalePlan, StepError) as error:
+            raise AssertionError(f"the planner sent a plan that cannot be: {error}") from error
+
     def _arrive(self, event: Event, double_after_us: int | None, driver: int) -> None:
         if driver != self._driver:
             return
@@ -95,16 +108,21 @@ class SimWorker:
     def _answer(self, plan: StepPlan, kind: str) -> Event:
         now = self._clock.now_us
         try:
-            result = self._fence.check(plan)
+            if self.doomed:
+                raise StalePlan("a step before this one failed")
+            if self._refused and plan.step > self._refused:
+                raise StalePlan("a step before this one was refused")
+            self._refused = 0
+            result = self._sound(lambda: self._fence.check(plan))
             if result is None:
-                if self.doomed:
-                    raise StalePlan("a step before this one failed")
                 if kind == "refuse":
+                    self._refused = plan.step
+                    self.refusals += 1
                     raise StalePlan("refused by chance")
                 if kind == "fail":
                     self.doomed = True
                     raise StepError("failed by chance")
-                result = self.executor.run(plan)
+                result = self._sound(lambda: self.executor.run(plan))
                 self._fence.done(result)
         except (StalePlan, StepError) as error:
             return StepFailed(

@@ -91,6 +91,8 @@ class World:
             case GiveUpWorker(worker=name, incarnation=incarnation):
                 worker = self.workers.get(name)
                 if worker is not None and worker.incarnation == incarnation:
+                    sound = worker.alive and not (worker.hung or worker.doomed or worker.refusals)
+                    assert not sound, f"{name} is given up and was at no fault"
                     self._end(worker)
             case ReleaseWorker(worker=name):
                 self._end(self.workers[name])
