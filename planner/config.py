@@ -30,6 +30,7 @@ class PlannerConfig:
     headroom_tokens: int = 16  # per running session, kept free when one more starts; what runs out anyway is parked
     step_attempts: int = 3  # failed steps after which a generation in all of them is failed
     step_timeout_ms: int = 60_000  # a step unanswered for this long, beside its predicted time, is a hang
+    drain_timeout_ms: int = 300_000  # what a draining worker holds and nobody else can take may stay this long
     priority_ageing_ms: int = 10_000  # waiting this long is worth one step of priority
     tenant_weights: tuple[str, ...] = ()  # "tenant=weight"; 1 for those not named
 
@@ -41,6 +42,7 @@ class PlannerConfig:
         _at_least("headroom_tokens", self.headroom_tokens, 0)
         _at_least("step_attempts", self.step_attempts, 1)
         _at_least("step_timeout_ms", self.step_timeout_ms, 1)
+        _at_least("drain_timeout_ms", self.drain_timeout_ms, 0)
         _at_least("priority_ageing_ms", self.priority_ageing_ms, 1)
         _at_least("max_batch_tokens", self.max_batch_tokens, 2)
         _at_least("max_decodes", self.max_decodes, 1)

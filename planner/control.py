@@ -5,7 +5,11 @@ returns is to be carried out in order. It ties the planner's parts together and 
 
 - `sessions` holds transcripts and the rules of sessions, `generations` the numbers of one call;
 - `admission` decides who is next, `placement` where it goes, `forecast` when its first token comes;
+- `fleet` decides which workers there should be;
 - one `WorkerPlan` per worker holds its cells, scheduler and steps under way.
+
+A generation stays with the model that it was submitted to. After an update to another one, workers of the old model
+take nothing but what was submitted to it, and go when that has ended.
 
 Promises. Tokens of a generation are delivered in order, each once, and never retracted, whatever happens to workers.
 Each accepted generation ends exactly once; with `FAILED` comes an error. A refusal changes nothing but its answer. An
@@ -29,13 +33,16 @@ from microtome.planner.errors import (
     DeadlineExpired,
     Refused,
     StepError,
+    WorkerLost,
     WrongState,
 )
 from microtome.planner.events import (
+    CallersWait,
     Cancel,
     CloneSession,
     CloseSession,
     Deliver,
+    DrainBegun,
     Event,
     GiveUpWorker,
     Instruction,
@@ -44,21 +51,28 @@ from microtome.planner.events import (
     Restored,
     RewindSession,
     RunStep,
+    Scale,
     SessionAnswer,
     StepDone,
     StepFailed,
     Submit,
     Tick,
+    UpdateWorkers,
     WorkerDraining,
     WorkerGone,
     WorkerJoined,
+    WorkerPlaced,
+    WorkerStartFailed,
 )
+from microtome.planner.fleet import Fleet
 from microtome.planner.forecast import step_us, ttft_us
 from microtome.planner.generations import Generation, Rank, State, check_options, check_vocabulary
 from microtome.planner.notes import Note, encode_note
 from microtome.planner.placement import by_preference
 from microtome.planner.resident import Resident
 from microtome.planner.restore import Found, read_snapshot
+from microtome.planner.scaling import Load
+from microtome.planner.served import Served
 from microtome.planner.sessions import Session, Sessions
 from microtome.planner.status import ControlStatus, Waiting, Whereabouts, WorkerStatus
 from microtome.planner.types import (
@@ -86,11 +100,11 @@ class Control:
         self._config = config
         self._workers: dict[WorkerId, WorkerPlan] = {}  # in the order of joining
         self._fenced: dict[Incarnation, None] = {}
-        self._fingerprint: str | None = None  # of the model all workers hold
-        self._vocab_size: int | None = None
+        self._fleet = Fleet()
+        self._served = self._another_model()
+        self._replaced: list[Served] = []  # models that were served and still have generations, the oldest first
         self._sessions = Sessions(config.max_sessions)
         self._generations: dict[GenerationId, Generation] = {}
-        self._line = WaitingLine(config.max_waiting, config.max_waiting_tokens, config.weights())
         self._deadlines: list[tuple[int, int, Generation]] = []  # heap
         self._arrivals = 0
         self._counters = Counters()
@@ -113,6 +127,7 @@ class Control:
                 self._cancel(event)
             case Tick():
                 self._find_hangs()
+                self._end_drains()
             case StepFailed():
                 self._step_failed(event)
             case WorkerJoined():
@@ -121,10 +136,22 @@ class Control:
                 self._worker_gone(event)
             case WorkerDraining():
                 self._worker_draining(event)
+            case WorkerPlaced():
+                self._fleet.placed(event.worker)
+            case WorkerStartFailed():
+                self._start_failed(event)
+            case Scale():
+                self._fleet.scale(event.scaling, event.count, self._now)
+            case CallersWait():
+                self._fleet.callers = event.count
+            case UpdateWorkers():
+                self._fleet.update(event.revision, event.surge)
             case OpenSession() | CloneSession() | RewindSession() | CloseSession():
                 self._answer_session(event)
             case _:
                 assert_never(event)
+        if self._fleet.active and (not self._workers or not isinstance(event, StepDone | Submit | Cancel)):
+            self._change_workers()
         self._advance()
         return self._out
 
@@ -137,6 +164,7 @@ class Control:
                 worker=w.id,
                 incarnation=w.incarnation,
                 draining=w.draining,
+                revision=w.revision,
                 cells_used=w.table.used_cells - w.cells_cached,
                 cells_cached=w.cells_cached,
                 cells_usable=w.table.usable_cells,
@@ -176,7 +204,7 @@ class Control:
                 running=True, position=0, waits_for=waits_for, predicted_ttft_us=ttft, delivered=g.delivered,
                 worker=worker.id,
             )  # fmt: skip
-        before = list(takewhile(lambda other: other is not g, self._line.in_order()))
+        before = list(takewhile(lambda other: other is not g, g.session.model.line.in_order()))
         ahead = sum(len(other.session.transcript) for other in before)
         return Whereabouts(
             running=False,
@@ -202,7 +230,7 @@ class Control:
     def _reason(self, g: Generation, before: Sequence[Generation]) -> Waiting:
         if g.state is State.SETTLING:
             return Waiting.SHARED_PROMPT if g.leader else Waiting.OWN_SESSION
-        staying = [w for w in self._workers.values() if not w.draining]
+        staying = self._takers(g.session.model)
         if not staying:
             return Waiting.NO_WORKER
         later = [other for other in before if other.rank[1] > g.rank[1]]  # those that came after it
@@ -249,25 +277,27 @@ class Control:
             if session.generation is not None:
                 raise WrongState(f"session {session.id} is generating")
             history = session.transcript
-        self._check_limits(len(history) + len(prompt), prompt, options)
+        served = self._model_of(event, session)
+        self._check_limits(served, len(history) + len(prompt), prompt, options)
         self._check_time(len(history) + len(prompt), options)
         count = 1 + len(names)
-        self._line.check_room(count, count * len(prompt), self._retry_after_ms())
+        served.line.check_room(count, count * len(prompt), self._retry_after_ms())
 
         if session is None:
             session = self._sessions.open(options.tenant, options.cache_salt, opened=False)
+        session.model = served
         twins = [list(session.transcript) for _ in event.siblings]
         first = self._begin(event.generation, session, prompt, options)
         for (name, seed), transcript in zip(event.siblings, twins, strict=True):
             twin = self._sessions.open(session.tenant, session.cache_salt, opened=False)
-            twin.transcript = transcript
+            twin.transcript, twin.model = transcript, served
             seeded = replace(options, sampling=replace(options.sampling, seed=seed))
             sibling = self._begin(name, twin, prompt, seeded)
             sibling.leader = first
             first.followers.append(sibling)
         resident = session.resident
         if resident is None or not (resident.rows or resident.leaving):
-            self._line.add(first)
+            served.line.add(first)
 
     def _begin(
         self, name: GenerationId, session: Session, prompt: tuple[int, ...], options: GenerationOptions
@@ -277,14 +307,14 @@ class Control:
         g = Generation(name, session, options, len(prompt), self._now, rank)
         g.base = session.length
         g.had_pending = session.pending
-        g.checked = bool(self._workers)
+        g.checked = any(w.served is session.model for w in self._workers.values())
         session.transcript += prompt
         session.pending = False
         session.generation = g
         g.generated_from = len(session.transcript)
         g.sampling = replace(options.sampling, prompt_tokens=g.generated_from, stop_token_ids=options.stop_token_ids)
         self._generations[name] = g
-        self._line.expect(g)
+        session.model.line.expect(g)
         if options.deadline_us is not None:
             heapq.heappush(self._deadlines, (options.deadline_us, self._arrivals, g))
             if len(self._deadlines) > 64 + 2 * len(self._generations):
@@ -294,11 +324,12 @@ class Control:
         self._counters.prompt_tokens += len(prompt)
         return g
 
-    def _check_limits(self, length: int, prompt: tuple[int, ...], options: GenerationOptions) -> None:
+    def _check_limits(self, served: Served, length: int, prompt: tuple[int, ...], options: GenerationOptions) -> None:
         """Against the roomiest worker; with none there, the configuration, and again when one joins."""
-        if self._vocab_size is not None:
-            check_vocabulary(prompt, options, self._vocab_size)
-        limit = max((w.max_session_tokens for w in self._workers.values()), default=self._config.max_session_tokens)
+        if served.vocab_size is not None:
+            check_vocabulary(prompt, options, served.vocab_size)
+        own = [w.max_session_tokens for w in self._workers.values() if w.served is served]
+        limit = max(own, default=self._config.max_session_tokens)
         if limit is None:
             return
         if length + 1 > limit:
@@ -324,9 +355,23 @@ class Control:
                 "ms to the first token", -(-predicted // 1000), min(bounds) // 1000, min(late_ms, _RETRY_MAX_MS)
             )
 
+    def _model_of(self, event: Submit, session: Session | None) -> Served:
+        """Raises `WrongState` when the model that the tokens, or the session, are of is served no more."""
+        known = [self._served, *self._replaced]
+        if session is not None and session.transcript:
+            if session.model not in known:
+                raise WrongState(f"session {session.id} is of a model that is served no more")
+            return session.model
+        if not event.fingerprint or self._served.fingerprint in (None, event.fingerprint):
+            return self._served
+        found = next((served for served in self._replaced if served.fingerprint == event.fingerprint), None)
+        if found is None:
+            raise WrongState(f"the model {event.fingerprint[:16]} is served no more")
+        return found
+
     def _forecast(self, ahead: int, own: int) -> int | None:
         """Microseconds to the first token of a prompt of `own` tokens behind a line of `ahead`; None: unknown."""
-        staying = [w for w in self._workers.values() if not w.draining]
+        staying = self._takers(self._served)
         forecasts = [ttft_us(w, ahead // len(staying), own) for w in staying]
         known = [f for f in forecasts if f is not None]
         return min(known) if known else None
@@ -360,8 +405,9 @@ class Control:
         """The generation is over; `tokens` are its last, counted already. Cells go when nothing of it is under way."""
         session, r = g.session, g.session.resident
         w = self._worker_of(r)
+        line = session.model.line
         if g.state is not State.RUNNING:
-            self._line.leave(g)
+            line.leave(g)
         elif w is not None and r is not None:
             if not g.delivered:
                 g.consumed = max(g.consumed, min(r.planned, g.generated_from))
@@ -372,7 +418,7 @@ class Control:
         g.finish = reason
         del self._generations[g.id]
         self._release_followers(g)
-        self._line.refund(g)
+        line.refund(g)
         self._counters.count_end(reason)
         self._out.append(
             Deliver(
@@ -404,7 +450,7 @@ class Control:
         """The leader's prompt is run, or it will not be here: its followers join the line."""
         for follower in leader.followers:
             if follower.state is State.SETTLING:
-                self._line.add(follower)
+                follower.session.model.line.add(follower)
         leader.followers.clear()
 
     # --- steps ---
@@ -474,14 +520,14 @@ class Control:
             w.leave(r)
             if g is not None:
                 self._counters.parked += not w.draining
-                self._line.add_returning(g)
+                session.model.line.add_returning(g)
         elif g is None:
             w.rest(r, session.length, encode_note(_idle_note(session)))
             if w.draining:
                 w.leave(r)
         following = session.generation
         if following is not None and following.state is State.SETTLING and following.leader is None:
-            self._line.add(following)
+            session.model.line.add(following)
 
     def _step_failed(self, event: StepFailed) -> None:
         w = self._workers.get(event.worker)
@@ -507,33 +553,65 @@ class Control:
 
     def _worker_joined(self, event: WorkerJoined) -> None:
         capability = event.capability
+        if capability.incarnation in self._fenced:
+            self._refuse_worker(event, "this incarnation was given up")
+            return
         known = self._workers.get(event.worker)
         if known is not None:
             if known.incarnation == capability.incarnation:
                 return
             self._lose(known)
-        if capability.incarnation in self._fenced:
-            self._refuse_worker(event, "this incarnation was given up")
-            return
-        if self._fingerprint is not None and capability.fingerprint != self._fingerprint:
-            self._refuse_worker(event, f"its model is {capability.fingerprint}, the service's is {self._fingerprint}")
+        served = self._model_for(event)
+        if served is None:
+            known_as = self._served.fingerprint
+            self._refuse_worker(event, f"its model is {capability.fingerprint}, the service's is {known_as}")
             return
         try:
-            w = WorkerPlan(event.worker, capability, self._config, event.last_step)
+            w = WorkerPlan(event.worker, capability, self._config, event.last_step, served)
             w.table.restore({snapshot.sequence: snapshot.cells for snapshot in event.held})
         except BatchingError as error:
             self._refuse_worker(event, str(error))
             return
-        self._fingerprint, self._vocab_size = capability.fingerprint, capability.vocab_size
+        if served is not self._served and served not in self._replaced:
+            self._replace_model(served, event.revision)
+        served.fingerprint, served.vocab_size = capability.fingerprint, capability.vocab_size
+        served.revision = max(served.revision, event.revision)
+        w.revision, w.joined_us = event.revision, self._now
         w.quiet_since_us = self._now
+        self._fleet.joined(w.id, event.revision, self._now)
         self._workers[w.id] = w
         self._changed[w.id] = w
         self._restore(w, event.held)
-        for g in [g for g in self._generations.values() if not g.checked]:
+        for g in [g for g in self._generations.values() if not g.checked and g.session.model is served]:
             self._check_again(g)
         for other in self._workers.values():
             if other.draining:
                 self._move_away(other)
+
+    def _model_for(self, event: WorkerJoined) -> Served | None:
+        """The model that the worker brings: a known one, or by an update another. None: it has no business here."""
+        fingerprint = event.capability.fingerprint
+        for served in (self._served, *self._replaced):
+            if served.fingerprint in (None, fingerprint):
+                return served
+        return self._another_model() if event.revision != self._served.revision else None
+
+    def _another_model(self) -> Served:
+        config = self._config
+        return Served(WaitingLine(config.max_waiting, config.max_waiting_tokens, config.weights()))
+
+    def _replace_model(self, served: Served, revision: int) -> None:
+        """Another model is served from now on; or, after a restart of the driver, an older one has turned up."""
+        if revision > self._served.revision:
+            self._replaced.append(self._served)
+            self._served = served
+        else:
+            self._replaced.append(served)
+
+    @property
+    def _line(self) -> WaitingLine:
+        """Who waits for the model that is served."""
+        return self._served.line
 
     def _restore(self, w: WorkerPlan, held: tuple[SequenceSnapshot, ...]) -> None:
         """Go on where an earlier driver left off, from what the worker holds; nothing is computed again."""
@@ -547,7 +625,7 @@ class Control:
     def _restore_sequence(self, w: WorkerPlan, sequence: SequenceId, found: Found) -> None:
         note, options = found.note, found.options
         session = self._sessions.restore(note.session, note.tenant, note.cache_salt, opened=note.opened)
-        session.transcript = found.transcript
+        session.transcript, session.model = found.transcript, w.served
         if options is None or note.generation is None:
             session.pending = note.pending is not None
             w.adopt(session, sequence, None, sampled=False)
@@ -567,7 +645,8 @@ class Control:
         self._counters.output_tokens += g.delivered
         begin = note.generated_from - note.prompt_tokens
         prompt, tokens = found.transcript[begin : note.generated_from], tuple(found.transcript[note.generated_from :])
-        self._out.append(Restored(generation=g.id, prompt=tuple(prompt), options=options))
+        fingerprint = w.capability.fingerprint
+        self._out.append(Restored(generation=g.id, prompt=tuple(prompt), options=options, fingerprint=fingerprint))
         w.adopt(session, sequence, g, found.sampled and found.finish is None)
         if found.finish is not None:
             self._finish(g, found.finish, tokens=tokens)
@@ -587,25 +666,114 @@ class Control:
         g.checked = True
         transcript = g.session.transcript
         try:
-            self._check_limits(len(transcript), tuple(transcript[g.base :]), g.options)
+            self._check_limits(g.session.model, len(transcript), tuple(transcript[g.base :]), g.options)
         except BadInput as error:
             self._finish(g, FinishReason.FAILED, error=error)
 
     def _worker_gone(self, event: WorkerGone) -> None:
         w = self._workers.get(event.worker)
         if w is not None and w.incarnation == event.incarnation:
+            self._fleet.lost(w, self._now)
             self._lose(w)
 
     def _worker_draining(self, event: WorkerDraining) -> None:
         w = self._workers.get(event.worker)
-        if w is not None and not w.draining:
+        if w is not None:
+            self._drain(w, event.deadline_us)
+
+    def _drain(self, w: WorkerPlan, deadline_us: int | None = None) -> None:
+        if w.draining and w.drain_until_us is None:
+            return  # its time is up
+        latest = w.drain_until_us or self._now + self._config.drain_timeout_ms * 1000
+        w.drain_until_us = latest if deadline_us is None else min(latest, deadline_us)
+        if not w.draining:
             w.draining = True
             self._move_away(w)
+
+    def _end_drains(self) -> None:
+        """What is still on a worker when its time is up has to go: to the line, or to its end if no line serves it."""
+        for w in list(self._workers.values()):
+            if w.draining:
+                self._changed[w.id] = w  # what it alone might have taken may have left the line
+            if w.drain_until_us is None or self._now < w.drain_until_us:
+                continue
+            w.drain_until_us = None
+            if w.served is not self._served and not self._has_another(w):
+                lost = f"the update had no more time for it: {w.id} served the model that was replaced"
+                self._fail_all(w.served, WorkerLost(lost))
+            self._leave_all(w)
+
+    def _fail_all(self, served: Served, error: BatchingError) -> None:
+        for g in [g for g in self._generations.values() if g.session.model is served]:
+            self._finish(g, FinishReason.FAILED, error=error)
+
+    def _leave_all(self, w: WorkerPlan) -> None:
+        self._changed[w.id] = w
+        for r in list(w.residents.values()):
+            g = r.generation
+            if r.leaving or (g is None and r.rows):
+                continue
+            w.leave(r)
+            if g is not None:
+                self._counters.moved += 1
+                if not r.rows:
+                    r.session.model.line.add_returning(g)
+
+    def _has_another(self, w: WorkerPlan) -> bool:
+        """Another worker of the same model stays."""
+        return any(other.served is w.served and not other.draining for other in self._workers.values())
+
+    # --- which workers there are ---
+
+    def _start_failed(self, event: WorkerStartFailed) -> None:
+        start = self._fleet.starting.get(event.worker)
+        self._out += self._fleet.start_failed(event.worker, event.cause, self._now)
+        for served in self._replaced:
+            if start is not None and start.revision == served.revision:
+                self._fail_all(served, WorkerLost(f"no worker of the model that was replaced starts: {event.cause}"))
+
+    def _change_workers(self) -> None:
+        decided = self._fleet.decide(self._load(), list(self._workers.values()))
+        for served in list(self._replaced):
+            own = [w for w in self._workers.values() if w.served is served]
+            if not own and not len(served.line):
+                self._replaced.remove(served)
+            elif not own:  # its last worker died
+                decided += self._fleet.start_one(served.revision, self._now)
+        self._out += decided
+        for instruction in decided:
+            if isinstance(instruction, DrainBegun):
+                self._drain(self._workers[instruction.worker])
+
+    def _load(self) -> Load:
+        staying = [w for w in self._workers.values() if not w.draining]
+        cells = [w.capability.usable_cells for w in staying] or [
+            w.capability.usable_cells for w in self._workers.values()
+        ]
+        return Load(
+            at_us=self._now,
+            ready=len(staying),
+            starting=len(self._fleet.starting),
+            generations=len(self._generations) + self._fleet.callers,
+            waiting_tokens=self._line.tokens,
+            cells_used=sum(w.table.used_cells - w.cells_cached for w in self._workers.values()),
+            cells_per_worker=min(cells, default=0),
+            wait_us=self._forecast(self._line.tokens, 0),
+            start_us=self._fleet.start_us,
+        )
+
+    def _takers(self, served: Served) -> list[WorkerPlan]:
+        """Who may be given a generation of this model. Of one that was replaced, those that drain, if nobody else."""
+        own = [w for w in self._workers.values() if w.served is served]
+        staying = [w for w in own if not w.draining]
+        if staying or served is self._served:
+            return staying
+        return [w for w in own if w.drain_until_us is not None]
 
     def _move_away(self, w: WorkerPlan) -> None:
         """Residents of a draining worker leave: idle ones at once, running ones when there is another worker."""
         self._changed[w.id] = w
-        elsewhere = any(not other.draining for other in self._workers.values())
+        elsewhere = self._has_another(w)
         for r in list(w.residents.values()):
             g = r.generation
             if r.leaving or (g is None and r.rows) or (g is not None and not elsewhere):
@@ -614,7 +782,7 @@ class Control:
             if g is not None:
                 self._counters.moved += 1
                 if not r.rows:
-                    self._line.add_returning(g)
+                    g.session.model.line.add_returning(g)
 
     def _find_hangs(self) -> None:
         for w in list(self._workers.values()):
@@ -631,6 +799,7 @@ class Control:
         suspects = {r.generation.id: r.generation for r in step.residents if r.generation} if step else {}
         for g in suspects.values():
             g.attempts += 1
+        self._fleet.lost(w, self._now)
         self._lose(w)
         for g in suspects.values():
             if g.attempts >= self._config.step_attempts:
@@ -648,10 +817,10 @@ class Control:
             if g is not None:
                 self._counters.moved += 1
                 self._release_followers(g)
-                self._line.add_returning(g)
+                session.model.line.add_returning(g)
             following = session.generation
             if following is not None and following.state is State.SETTLING and following.leader is None:
-                self._line.add(following)
+                session.model.line.add(following)
 
     def _fence(self, incarnation: Incarnation) -> None:
         self._fenced[incarnation] = None
@@ -668,6 +837,7 @@ class Control:
             match event:
                 case OpenSession():
                     session = self._sessions.open(event.tenant, event.cache_salt, opened=True)
+                    session.model = self._served
                 case CloneSession():
                     session = self._clone_session(event)
                 case RewindSession():
@@ -682,6 +852,7 @@ class Control:
     def _clone_session(self, event: CloneSession) -> Session:
         source = self._sessions.get(event.source)
         twin = self._sessions.clone(source, event.upto)
+        twin.model = source.model
         w = self._worker_of(source.resident)
         if w is not None and source.resident is not None and not source.resident.leaving:
             w.clone(source.resident, twin, encode_note(_idle_note(twin)))
@@ -712,31 +883,41 @@ class Control:
     def _advance(self) -> None:
         """Start who can start, and send each worker the steps it may have."""
         while True:
-            if len(self._line):
-                self._start_waiting()
+            for served in (*self._replaced, self._served):
+                if len(served.line):
+                    self._start_waiting(served)
             if not self._changed:
                 return
             parked: list[Generation] = []
-            for w in self._changed.values():
+            changed = list(self._changed.values())
+            for w in changed:
                 while (plan := w.form_step(self._now)) is not None:
                     self._out.append(RunStep(worker=w.id, plan=plan))
                 parked += w.parked
                 w.parked.clear()
-                if w.draining and not w.residents and not w.in_flight and not w.released:
-                    w.released = True
-                    self._out.append(ReleaseWorker(worker=w.id))
             self._changed.clear()
+            for g in parked:
+                g.session.model.line.add_returning(g)
+            self._counters.parked += len(parked)
+            for w in changed:
+                if w.draining:
+                    self._release(w)
             if not parked:
                 return
-            self._counters.parked += len(parked)
-            for g in parked:
-                self._line.add_returning(g)
 
-    def _start_waiting(self) -> None:
-        while (g := self._line.next()) is not None:
+    def _release(self, w: WorkerPlan) -> None:
+        """Let a draining worker go if nothing is on it, and nothing waits that it alone may take."""
+        if not (w.residents or w.in_flight or (len(w.served.line) and w in self._takers(w.served))):
+            self._fence(w.incarnation)
+            del self._workers[w.id]
+            self._out.append(ReleaseWorker(worker=w.id))
+
+    def _start_waiting(self, served: Served) -> None:
+        takers = self._takers(served)
+        while (g := served.line.next()) is not None:
             fits = [
                 w
-                for w in self._workers.values()
+                for w in takers
                 if w.has_sequence or w.idle or g.session.resident is not None
                 if w.room - w.headroom >= g.needed or w.idle
             ]
@@ -752,7 +933,7 @@ class Control:
         had_tokens = had.planned if had else 0
         if not w.start(g, encode_note(_note(g))):
             return False
-        self._line.take(g)
+        g.session.model.line.take(g)
         g.state = State.RUNNING
         g.needed = 0
         if first:

@@ -7,6 +7,7 @@ cluster's whole life can be written down and run again.
 from dataclasses import dataclass
 
 from microtome.planner.errors import BatchingError
+from microtome.planner.scaling import ScalingConfig
 from microtome.planner.types import (
     Capability,
     FinishReason,
@@ -35,6 +36,7 @@ class WorkerJoined:
     capability: Capability
     held: tuple[SequenceSnapshot, ...] = ()
     last_step: StepNumber = StepNumber(0)  # the newest step it has run in this incarnation
+    revision: int = 0  # of the settings it was started with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +51,60 @@ class WorkerGone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDraining:
-    """No new sessions on it; those it has move away."""
+    """No new sessions on it; those it has move away. `deadline_us`: by when, if that is before the configured time."""
 
     at_us: int
     worker: WorkerId
+    deadline_us: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlaced:
+    """A worker that was asked for has its place, and loads."""
+
+    at_us: int
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStartFailed:
+    """A worker that was asked for will not come."""
+
+    at_us: int
+    worker: WorkerId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """From now on there are as many workers as the load wants, within bounds; `count` of them to begin with.
+
+    Before the first such event `Control` starts and drains none by itself.
+    """
+
+    at_us: int
+    scaling: ScalingConfig
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallersWait:
+    """So many calls cannot be checked before a worker has said what is served."""
+
+    at_us: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateWorkers:
+    """Put a worker with the settings of `revision` in the place of each one with older settings.
+
+    `surge`: the new one first, then the old one drains; else the old one's place is given up first.
+    """
+
+    at_us: int
+    revision: int
+    surge: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +142,7 @@ class Submit:
     options: GenerationOptions
     session: SessionId | None = None
     siblings: tuple[tuple[GenerationId, int], ...] = ()  # (generation, seed) of the further completions
+    fingerprint: str = ""  # of the model whose tokens these are; empty: of the one that is served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +193,11 @@ Event = (
     WorkerJoined
     | WorkerGone
     | WorkerDraining
+    | WorkerPlaced
+    | WorkerStartFailed
+    | Scale
+    | CallersWait
+    | UpdateWorkers
     | StepDone
     | StepFailed
     | Submit
@@ -200,9 +258,33 @@ class GiveUpWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseWorker:
-    """A drained worker holds no session any more: end its process."""
+    """A drained worker holds no session any more, or one that was asked for is not wanted now: end its process."""
 
     worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorker:
+    """Start a worker under this new name, with the settings of `revision`."""
+
+    worker: WorkerId
+    revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainBegun:
+    """The worker was chosen to go. Its sessions move; `ReleaseWorker` follows."""
+
+    worker: WorkerId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateEnded:
+    """Every worker has the settings of `revision`; or, with an error, none has, and things are as before."""
+
+    revision: int
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +294,9 @@ class Restored:
     generation: GenerationId
     prompt: tuple[int, ...]
     options: GenerationOptions
+    fingerprint: str = ""  # of its model
 
 
-Instruction = RunStep | Deliver | SessionAnswer | GiveUpWorker | ReleaseWorker | Restored
+Instruction = (
+    RunStep | Deliver | SessionAnswer | GiveUpWorker | ReleaseWorker | StartWorker | DrainBegun | UpdateEnded | Restored
+)

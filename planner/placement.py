@@ -13,10 +13,10 @@ from microtome.planner.worker_plan import WorkerPlan
 
 
 def by_preference(generation: Generation, workers: Iterable[WorkerPlan]) -> list[WorkerPlan]:
-    """The workers that could hold the generation, best first. A draining one is none of them."""
+    """Those of `workers` that could hold the generation, best first."""
     session = generation.session
     length = generation.generated_from + generation.limit
-    able = [w for w in workers if length <= w.max_session_tokens and not w.draining]
+    able = [w for w in workers if length <= w.max_session_tokens]
     home = session.resident
     leader = generation.leader.session.resident if generation.leader and not generation.delivered else None
     if home is None and leader is not None:

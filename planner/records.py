@@ -10,12 +10,12 @@ import json
 from enum import Enum
 from typing import Any
 
-from microtome.planner import config, errors, events, types
+from microtome.planner import config, errors, events, scaling, types
 from microtome.planner.errors import BadInput, BatchingError
 
 _CLASSES: dict[str, type] = {
     name: kind
-    for module in (types, events, config)
+    for module in (types, events, config, scaling)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, Enum))
 }

@@ -16,6 +16,7 @@ from microtome.planner.types import SessionId
 if TYPE_CHECKING:
     from microtome.planner.generations import Generation
     from microtome.planner.resident import Resident
+    from microtome.planner.served import Served
 
 LAST_SESSION_ID = 2**63 - 1
 
@@ -23,7 +24,9 @@ LAST_SESSION_ID = 2**63 - 1
 class Session:
     """Mutable; changed by `Control` and its parts only."""
 
-    __slots__ = ("cache_salt", "generation", "id", "opened", "pending", "resident", "tenant", "transcript")
+    __slots__ = ("cache_salt", "generation", "id", "model", "opened", "pending", "resident", "tenant", "transcript")
+
+    model: "Served"  # whose tokens the transcript is of; set by `Control` when the session is opened
 
     def __init__(self, session: SessionId, tenant: str, cache_salt: str, *, opened: bool) -> None:
         self.id = session

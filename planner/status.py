@@ -12,6 +12,7 @@ class WorkerStatus:
     worker: WorkerId
     incarnation: Incarnation
     draining: bool
+    revision: int  # of the settings it was started with
     cells_used: int  # by sessions; those that only the prefix cache holds are not among them
     cells_cached: int  # held by the prefix cache alone
     cells_usable: int

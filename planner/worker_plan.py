@@ -18,6 +18,7 @@ from microtome.planner.policies import POLICIES
 from microtome.planner.prefix import PrefixCache
 from microtome.planner.pressure import by_seniority, most_junior
 from microtome.planner.resident import Resident
+from microtome.planner.served import Served
 from microtome.planner.sessions import Session
 from microtome.planner.slicing import CheapestPlanner
 from microtome.planner.types import (
@@ -78,7 +79,14 @@ class Step:
 class WorkerPlan:
     """Mutable; `Control` is its one caller."""
 
-    def __init__(self, worker: WorkerId, capability: Capability, config: PlannerConfig, last_step: StepNumber) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        capability: Capability,
+        config: PlannerConfig,
+        last_step: StepNumber,
+        served: Served,
+    ) -> None:
         """Raises `BadConfig` or `BadInput` if the configuration or the method table cannot work on this worker."""
         self.id = worker
         self.capability = capability
@@ -101,8 +109,13 @@ class WorkerPlan:
         self.running = 0  # residents with a generation
         self.idle: dict[SessionId, Resident] = {}  # those between generations, the one used longest ago first
         self.in_flight: deque[Step] = deque()
+        self.served = served
+        self.revision = 0  # of the settings it was started with
+        self.joined_us = 0
         self.draining = False
-        self.released = False  # drained, and said so
+        self.drain_until_us: int | None = (
+            None  # while it drains: what is still on it then has to go; None: that is over
+        )
         self.quiet_since_us = 0  # nothing is under way, or its last answer came then
         self.refused_steps = 0  # in a row
         self.steps = 0
