@@ -18,9 +18,11 @@ from tests.support.ragged import Ragged, Shape, make_ragged
 OTHER_INSTRUCTION_SETS = {"x86_64": ("x86-64", "x86-64-v3"), "aarch64": ("armv8-a",)}.get(platform.machine(), ())
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A test that wants more says so."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -49,13 +51,12 @@ def written(shape: Shape, seed: int) -> Ragged:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_lone_tokens_bits_depend_on_no_batch_mate_and_no_thread(dtype: torch.dtype, threads: None) -> None:
+def test_lone_tokens_bits_depend_on_no_batch_mate_and_no_thread(dtype: torch.dtype) -> None:
     """A generation must not change with its company, nor when its history grows past what one thread takes."""
     lengths = (1, 40, 255, 256, 257, 700, 1300)
     batch = written(
         Shape(inputs=tuple((n - 1, 1) for n in lengths), heads=6, kv_heads=2, head_size=64, sinks=True, dtype=dtype), 1
     )
-    torch.set_num_threads(1)
     together = attend(batch)
     for count in (1, 2):
         torch.set_num_threads(count)
@@ -72,6 +73,14 @@ def test_long_prompt_in_chunks_equals_attention_over_histories(dtype: torch.dtyp
     batch = written(shape, 2)
     tolerance = 3e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(attend(batch).double(), batch.expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_prompts_bits_depend_on_no_thread(dtype: torch.dtype) -> None:
+    batch = written(Shape(inputs=((0, 150), (40, 1), (33, 90)), heads=6, kv_heads=2, head_size=64, dtype=dtype), 7)
+    alone = attend(batch)
+    torch.set_num_threads(2)
+    assert torch.equal(attend(batch), alone)
 
 
 @pytest.mark.parametrize(

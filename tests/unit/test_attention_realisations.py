@@ -1,6 +1,7 @@
 """Every realisation that runs on a CPU gives what attention over the plain history gives, and reads nothing else."""
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,15 @@ from tests.support.ragged import Ragged, Shape, make_ragged
 ON_CPU = ["reference", "cpu", "cpu_native"]
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What threads change is tested where threads are promised something; here they would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=ON_CPU)

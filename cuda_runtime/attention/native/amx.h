@@ -71,32 +71,8 @@ inline void release() { _tile_release(); }
 // Finish all stores here: GCC 12 does not know that a tile load reads memory.
 INLINE void settle() { __asm__ volatile("" ::: "memory"); }
 
-// Transpose 16 x 16 elements of 32 bits.
-INLINE void transpose(__m512i* r) {
-  __m512i t[16];
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[4 * i + 0] = _mm512_unpacklo_epi64(t[4 * i + 0], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i + 0], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i + 0] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[i + 0] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
+// As for floats: 16 x 16 elements of 32 bits, whatever they mean.
+INLINE void transpose(__m512i* rows) { microtome::transpose(reinterpret_cast<Vec*>(rows)); }
 
 // 2^x within 4e-6, which the rounding of weights to bfloat16 hides; 0 far below.
 INLINE __m512 exp2_short(__m512 x) {

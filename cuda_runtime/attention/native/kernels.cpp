@@ -20,10 +20,6 @@
 #include "amx.h"
 #include "vectors.h"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 namespace microtome {
 namespace {
 
@@ -57,14 +53,6 @@ float* scratch(int64_t floats) {
     buffer.floats = floats;
   }
   return buffer.data;
-}
-
-float load_one(const Tokens& tokens, int64_t index) {
-  if (tokens.type == Type::F32) return static_cast<const float*>(tokens.data)[index];
-  uint32_t bits = uint32_t{static_cast<const uint16_t*>(tokens.data)[index]} << 16;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
 }
 
 INLINE Vec load_at(const Tokens& tokens, int64_t index) {
@@ -486,16 +474,26 @@ void attend_tile(const Forward& f, const Softmax& softmax, const Tokens& q, cons
   alignas(64) int32_t position_W[kWidth];
   alignas(64) float maximum_W[kWidth], sum_W[kWidth];
 
+  int64_t q_at[kWidth], out_at[kWidth];
+
   const int count = int(tile.end - tile.begin);
-  const float scale = query_scale(softmax);
   for (int w = 0; w < kWidth; ++w) {  // lanes past the end repeat the last query; their results are dropped
     const int64_t query = tile.begin + std::min(w, count - 1);
     const int64_t token = tile.first_token + query / group, head = tile.kv_head * group + query % group;
-    const int64_t at = token * q.token_stride + head * q.head_stride;
-    for (int64_t d = 0; d < size; ++d) q_HW[d * kWidth + w] = load_one(q, at + d) * scale;
+    q_at[w] = token * q.token_stride + head * q.head_stride;
+    out_at[w] = token * out.token_stride + head * out.head_stride;
     position_W[w] = f.positions[token];
     maximum_W[w] = softmax.sinks ? softmax.sinks[head] * kLog2e : kLowest;
     sum_W[w] = softmax.sinks ? 1.0f : 0.0f;
+  }
+  const float scale = query_scale(softmax);
+  Vec block[kLanes];
+  for (int w = 0; w < kWidth; w += kLanes) {
+    for (int64_t d = 0; d < size; d += kLanes) {
+      for (int i = 0; i < kLanes; ++i) block[i] = load_at(q, q_at[w + i] + d) * scale;
+      transpose(block);
+      for (int i = 0; i < kLanes; ++i) store(q_HW + (d + i) * kWidth + w, block[i]);
+    }
   }
   std::fill(acc_HW, acc_HW + size * kWidth, 0.0f);
   const int64_t lowest = *std::min_element(position_W, position_W + kWidth);
@@ -558,14 +556,14 @@ void attend_tile(const Forward& f, const Softmax& softmax, const Tokens& q, cons
       multiply<kVecs, true>(v_PH + d, 1, size, s_PW, whole, acc_HW + d * kWidth);
     }
   }
-  alignas(64) float line[kMaxSize];
-  for (int w = 0; w < count; ++w) {
-    const int64_t query = tile.begin + w;
-    const int64_t token = tile.first_token + query / group, head = tile.kv_head * group + query % group;
-    const int64_t at = token * out.token_stride + head * out.head_stride;
-    const float share = 1.0f / sum_W[w];
-    for (int64_t d = 0; d < size; ++d) line[d] = acc_HW[d * kWidth + w] * share;
-    for (int64_t d = 0; d < size; d += kLanes) store_at(out, at + d, load(line + d));
+  for (int w = 0; w < count; w += kLanes) {
+    const Vec share = 1.0f / load(sum_W + w);
+    const int here = std::min(kLanes, count - w);
+    for (int64_t d = 0; d < size; d += kLanes) {
+      for (int i = 0; i < kLanes; ++i) block[i] = load(acc_HW + (d + i) * kWidth + w) * share;
+      transpose(block);
+      for (int i = 0; i < here; ++i) store_at(out, out_at[w + i] + d, block[i]);
+    }
   }
 }
 
