@@ -108,6 +108,28 @@ def test_X3_an_incarnation_that_was_given_up_and_joins_again_is_refused() -> Non
     assert again.describe().incarnation == told[0].incarnation  # type: ignore[union-attr]
 
 
+def test_X3_an_old_incarnation_that_joins_under_the_name_of_a_living_worker_does_not_disturb_it() -> None:
+    cluster = SmallCluster()
+    old = cluster.executors["w0"].describe()
+    cluster.lose()
+    cluster.join()
+    name = cluster.submit(PROMPT, 9)
+    told = cluster.handle(WorkerJoined(at_us=0, worker=WorkerId("w0"), capability=old))
+    assert [(type(i), i.incarnation) for i in told if isinstance(i, GiveUpWorker)] == [(GiveUpWorker, old.incarnation)]
+    cluster.run()
+    assert cluster.tokens[name] == expected(PROMPT, 9)
+
+
+def test_X3_another_life_of_a_worker_takes_its_place_before_anybody_said_that_it_was_gone() -> None:
+    cluster = SmallCluster()
+    name = cluster.submit(PROMPT, 9)
+    cluster.answer()
+    cluster.join()
+    assert [w.incarnation for w in cluster.control.status().workers] == [cluster.executors["w0"].describe().incarnation]
+    cluster.run()
+    assert cluster.tokens[name] == expected(PROMPT, 9)
+
+
 def test_X4_an_answer_that_comes_twice_counts_once() -> None:
     cluster = SmallCluster()
     name = cluster.submit(PROMPT, 9)
@@ -126,6 +148,23 @@ def test_X5_a_refused_step_is_planned_anew_under_the_same_number() -> None:
     numbers = [i.plan.step for i in cluster.told if isinstance(i, RunStep)]
     assert numbers.count(4) == numbers.count(5) == 2
     assert cluster.tokens[name] == expected(PROMPT, 9)
+
+
+def test_X5_operations_of_refused_steps_are_sent_again_in_their_order() -> None:
+    cluster = SmallCluster()
+    cluster.submit(PROMPT, 20)
+    cluster.submit((1, 2, 3), 20)
+    cluster.answer()
+    cluster.submit((4, 5), 20)
+    cluster.answer()
+    first, second = cluster.plans["w0"]
+    assert first.ops
+    assert second.ops
+    for plan in (first, second):
+        cluster.plans["w0"].popleft()
+        cluster.handle(cluster.failure("w0", plan, refused=True))
+    assert cluster.plans["w0"][0].ops == first.ops + second.ops
+    cluster.run()
 
 
 def test_X5_a_worker_that_refuses_every_step_is_given_up() -> None:

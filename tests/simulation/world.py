@@ -137,6 +137,23 @@ class World:
         if self.workers.get(worker.name) is worker:
             del self.workers[worker.name]
         self.clock.after(self.rng.randrange(1000, 30_000), lambda: self._rejoin(worker.name))
+        if worker.hung and self.rng.random() < 0.5:
+            self.clock.after(self.rng.randrange(1, 60_000), lambda: self._wake(worker))
+
+    def _wake(self, worker: SimWorker) -> None:
+        """A worker that hung and was given up is back, as it was."""
+        if worker.incarnation not in self.control._fenced:
+            return  # this driver has never heard of it
+        self.story.tell(self.clock.now_us, f"{worker.name} wakes up")
+        self.post(
+            WorkerJoined(
+                at_us=self.clock.now_us,
+                worker=worker.name,
+                capability=worker.capability,
+                held=worker.executor.snapshot(),
+                last_step=StepNumber(worker.last_step),
+            )
+        )
 
     def _rejoin(self, name: WorkerId) -> None:
         if name not in self.workers:
