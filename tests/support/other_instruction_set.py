@@ -21,6 +21,7 @@ SHAPES = (
 
 
 def main(march: str) -> None:
+    torch.set_num_threads(1)
     get_attention("cpu")
     attention = cpu_native.load(native_build.build_library(march=march))
     for shape in SHAPES:
