@@ -22,14 +22,6 @@ from microtome.planner.errors import AtCapacity, BadConfig, BadInput, WrongState
 from microtome.planner.types import Cell, SequenceId
 
 
-@dataclass(slots=True, eq=False)
-class CellPlan:
-    """One step's claim on cells. `cells`: one per token, packed order. The rest is the table's own."""
-
-    cells: list[Cell]
-    _grown: list[tuple[SequenceId, int]]  # sequence, tokens; in packed order
-
-
 class _History:
     """One sequence: its cells by position, and how many of them are committed."""
 
@@ -39,6 +31,14 @@ class _History:
         self.cells = cells
         self.committed = len(cells)
         self.in_flight = 0  # inputs of outstanding plans
+
+
+@dataclass(slots=True, eq=False)
+class CellPlan:
+    """One step's claim on cells. `cells`: one per token, packed order. The rest is the table's own."""
+
+    cells: list[Cell]
+    _grown: list[tuple[_History, int]]  # sequence, tokens; in packed order
 
 
 class CellTable:
@@ -194,40 +194,35 @@ class CellTable:
         Raises `BadInput` if there is none, if a width is below 1, or if one does not start where its sequence ends,
         earlier inputs counted; `AtCapacity` if there are more tokens than free cells. Nothing has changed then.
         """
-        histories = self._histories
-        needed = 0
-        grown: list[tuple[SequenceId, int]] = []
-        lengths: dict[SequenceId, int] = {}
-        for sequence, start, width in inputs:
-            history = histories.get(sequence)
-            if history is None:
-                raise BadInput(f"sequence {sequence} is not live")
-            length = lengths.get(sequence)
-            if length is None:
-                length = len(history.cells)
-            if start != length:
-                raise BadInput(f"an input of sequence {sequence} starts at {start}, its next position is {length}")
-            if width < 1:
-                raise BadInput(f"an input of sequence {sequence} has {width} tokens, it needs 1 at least")
-            lengths[sequence] = length + width
-            grown.append((sequence, width))
-            needed += width
-        if not grown:
+        if not inputs:
             raise BadInput("a step needs 1 input at least, this one has 0")
+        histories = self._histories
+        sequences, starts, widths = zip(*inputs, strict=True)
+        try:
+            grown = [histories[sequence] for sequence in sequences]
+        except KeyError as missing:
+            raise BadInput(f"sequence {missing.args[0]} is not live") from None
+        # All at once where each sequence comes once, as in a step of decodes; one by one otherwise, and to name what
+        # is wrong.
+        alike = len(set(sequences)) == len(sequences) and min(widths) > 0
+        if not alike or [len(history.cells) for history in grown] != list(starts):
+            self._check_one_by_one(inputs)
+        needed = sum(widths)
         if needed > self.free_cells:
             raise AtCapacity("cells", needed, self.free_cells)
 
         cells = self._claim(needed)
-        at = 0
-        for sequence, width in grown:
-            history = histories[sequence]
-            if width == 1:
-                history.cells.append(cells[at])
-            else:
+        if needed == len(inputs):
+            for history, cell in zip(grown, cells, strict=True):
+                history.cells.append(cell)
+                history.in_flight += 1
+        else:
+            at = 0
+            for history, width in zip(grown, widths, strict=True):
                 history.cells += cells[at : at + width]
-            history.in_flight += 1
-            at += width
-        plan = CellPlan(cells, grown)
+                history.in_flight += 1
+                at += width
+        plan = CellPlan(cells, list(zip(grown, widths, strict=True)))
         self._outstanding.append(plan)
         return plan
 
@@ -236,8 +231,7 @@ class CellTable:
         if not self._outstanding or self._outstanding[0] is not plan:
             raise WrongState(self._out_of_turn(plan, "committed", "oldest"))
         self._outstanding.popleft()
-        for sequence, width in plan._grown:
-            history = self._histories[sequence]
+        for history, width in plan._grown:
             history.committed += width
             history.in_flight -= 1
 
@@ -246,8 +240,7 @@ class CellTable:
         if not self._outstanding or self._outstanding[-1] is not plan:
             raise WrongState(self._out_of_turn(plan, "aborted", "newest"))
         self._outstanding.pop()
-        for sequence, width in plan._grown:
-            history = self._histories[sequence]
+        for history, width in plan._grown:
             del history.cells[-width:]
             history.in_flight -= 1
         self._drop(plan.cells)
@@ -275,6 +268,17 @@ class CellTable:
         self._drop(cells)
 
     # --- inside ---
+
+    def _check_one_by_one(self, inputs: Sequence[tuple[SequenceId, int, int]]) -> None:
+        """Raise `BadInput` for the first input that does not start where its sequence ends, or is empty."""
+        lengths: dict[SequenceId, int] = {}
+        for sequence, start, width in inputs:
+            length = lengths.get(sequence, self.length(sequence))
+            if start != length:
+                raise BadInput(f"an input of sequence {sequence} starts at {start}, its next position is {length}")
+            if width < 1:
+                raise BadInput(f"an input of sequence {sequence} has {width} tokens, it needs 1 at least")
+            lengths[sequence] = length + width
 
     def _history(self, sequence: SequenceId) -> _History:
         history = self._histories.get(sequence)

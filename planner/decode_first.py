@@ -151,9 +151,14 @@ class DecodeFirstScheduler:
             limit = 1 if item.kind is Kind.DECODE else widest
             if not 1 <= item.width <= limit:
                 return False
-            if decodes.waits_at(item.session, item.start) or prefills.waits_at(item.session, item.start):
+            session = item.session
+            if session in decodes and decodes.waits_at(session, item.start):
                 return False
-        return len(inputs) == 1 or len({(item.session, item.start) for item in inputs}) == len(inputs)
+            if session in prefills and prefills.waits_at(session, item.start):
+                return False
+        if len({item.session for item in inputs}) == len(inputs):
+            return True  # nobody has two, so nobody has one twice
+        return len({(item.session, item.start) for item in inputs}) == len(inputs)
 
     def _add_prefill(self, batch: list[Input], budget: int) -> None:
         """Spend at most `budget` tokens on chunks, in turns."""

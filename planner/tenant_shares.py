@@ -5,9 +5,9 @@ So of tenants that keep asking, each gets tokens in proportion to its weight, an
 alone.
 
 Beside the levels a mark rises: by the tokens of each step, divided by the weights of all that waited for it, as the
-level of a tenant would that always gets its share. Who comes new starts at the mark. Who comes back is behind it by a fixed
-credit at most, so idleness earns little; nobody is ahead of it by more, so using what nobody else wanted costs little.
-And as it rises with every step that runs, everybody's turn comes, whoever else may come.
+level of a tenant would that always gets its share. Who comes new starts at the mark. Who comes back is behind it by a
+fixed credit at most, so idleness earns little; nobody is ahead of it by more, so using what nobody else wanted costs
+little. And as it rises with every step that runs, everybody's turn comes, whoever else may come.
 
 Levels are integers; UNIT of them is one token at weight 1. A tenant that is gone is forgotten when it owes nothing.
 Sources: the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", 2024; the virtual time

@@ -56,10 +56,11 @@ class WaitingDecodes:
     def __len__(self) -> int:
         return self._count
 
+    def __contains__(self, session: SessionId) -> bool:
+        return session in self._of_session
+
     def waits_at(self, session: SessionId, start: int) -> bool:
-        """Whether the session has a decode waiting that starts there."""
-        if session not in self._of_session:
-            return False
+        """Whether the session, something of which waits, has a decode that starts there."""
         return any(item.start == start for item in self._waiting_of(session))
 
     def put(self, item: Input, rank: Rank, stamp: int) -> None:
@@ -138,6 +139,29 @@ class WaitingDecodes:
 
     def _choose(self, limit: int) -> list[Input]:
         """`take` where something stays behind."""
+        chosen: dict[SessionId, tuple[int, Rank]] = {}  # a session's second decode waits for the next step
+        if len(self._lanes) == 1:
+            ((rank, lane),) = self._lanes.items()
+            for stamp, item in lane.in_order():
+                if len(chosen) == limit:
+                    break
+                chosen.setdefault(item.session, (stamp, rank))
+            if self._shares is not None:
+                self._shares.served(rank.tenant, len(chosen), len(chosen))
+        else:
+            self._choose_across_lanes(limit, chosen)
+
+        taken: list[Input] = []
+        for session, (stamp, rank) in chosen.items():
+            own = self._of_session[session]
+            own.pop(0)
+            if not own:
+                del self._of_session[session]
+            taken.append(self._remove(stamp, rank))
+        return taken
+
+    def _choose_across_lanes(self, limit: int, chosen: dict[SessionId, tuple[int, Rank]]) -> None:
+        """Fill `chosen` with the stamp and rank of one decode for each of `limit` sessions at most, in order."""
         # Per tenant a heap of its lanes' heads: (what orders, to settle equals, stamp, input, rank, the rest of the
         # lane).
         lines: dict[str, list[tuple[int, int, int, Input, Rank, Iterator[tuple[int, Input]]]]] = {}
@@ -151,7 +175,6 @@ class WaitingDecodes:
         tenants = [((0, 0) if shares is None else shares.key(tenant), tenant) for tenant in lines]
         heapify(tenants)
 
-        chosen: dict[SessionId, tuple[int, Rank]] = {}
         while tenants and len(chosen) < limit:
             tenant = tenants[0][1]
             line = lines[tenant]
@@ -164,7 +187,7 @@ class WaitingDecodes:
                 else:
                     lead = rank.lead_steps << STAMP_BITS
                     heapreplace(line, (following[0] - lead, number, following[0], following[1], rank, rest))
-                if item.session not in chosen:  # a second decode of a session waits for the next step
+                if item.session not in chosen:
                     chosen[item.session] = (stamp, rank)
                     took = True
             if took and shares is not None:
@@ -173,12 +196,3 @@ class WaitingDecodes:
                 heappop(tenants)
             elif shares is not None:
                 heapreplace(tenants, (shares.key(tenant), tenant))
-
-        taken: list[Input] = []
-        for session, (stamp, rank) in chosen.items():
-            own = self._of_session[session]
-            own.pop(0)
-            if not own:
-                del self._of_session[session]
-            taken.append(self._remove(stamp, rank))
-        return taken

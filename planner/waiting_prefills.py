@@ -40,9 +40,12 @@ class WaitingPrefills:
     def __len__(self) -> int:
         return len(self._queues)
 
+    def __contains__(self, session: SessionId) -> bool:
+        return session in self._queues
+
     def waits_at(self, session: SessionId, start: int) -> bool:
-        queue = self._queues.get(session)
-        return queue is not None and start in queue.starts
+        """Whether the session, something of which waits, has a chunk that starts there."""
+        return start in self._queues[session].starts
 
     def put(self, item: Input, rank: Rank, stamp: int) -> None:
         """Queue a chunk behind its session's others; a session without any enters at the back, place `stamp`."""
