@@ -79,6 +79,7 @@ class WorkerState:
     pid: int
     incarnation: str  # hex
     cells_used: int
+    cells_cached: int  # of those used: held by the prefix cache alone, given up when sessions need them
     cells_usable: int
     sessions: int
     steps: int
@@ -185,6 +186,7 @@ def _worker_of(message: pb.WorkerStatus) -> WorkerState:
         pid=message.pid,
         incarnation=message.incarnation,
         cells_used=message.cells_used,
+        cells_cached=message.cells_cached,
         cells_usable=message.cells_usable,
         sessions=message.sessions,
         steps=message.steps,

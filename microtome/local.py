@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -60,9 +61,11 @@ def running(config: "ServiceConfig", ray_address: str | None = None) -> "Iterato
     """Bring the service up, and take it down when the block is left.
 
     `ray_address` None: on a Ray of its own, which ends too. Raises BadConfig when it cannot be started; a service of
-    that name which was there before is left alone. In the main thread, SIGTERM leaves the block like Ctrl-C does, and
-    one more of either is ignored while things are taken down.
+    that name which was there before is left alone. In the main thread, SIGTERM leaves the block like Ctrl-C does, then
+    raises SystemExit; one more of either is ignored while things are taken down.
     """
+    if ray_address is None:
+        _check_model_is_here(config)
     cluster, ray = server_part("actors.cluster"), importlib.import_module("ray")
     service = config.service
     with _sigterm_leaves(), _disconnected_after(ray):
@@ -100,7 +103,7 @@ def serve(config: "ServiceConfig", ray_address: str | None, output: Console, rem
             while server_part("actors.cluster").is_up(service, namespace=config.service.ray_namespace):
                 time.sleep(WATCH_S)
             remarks.print(f"{service!r} was taken down", markup=False, highlight=False)
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             remarks.print(f"taking {service!r} down", markup=False, highlight=False)
             raise
 
@@ -117,6 +120,15 @@ def down(service: str, namespace: str, ray_address: str | None) -> tuple[str, ..
     return ended.actors
 
 
+def _check_model_is_here(config: "ServiceConfig") -> None:
+    """Say what is missing before a Ray is started for nothing. On a cluster the model lies on the workers' nodes."""
+    if (
+        config.workers.executor == server_part("actors.link").DEFAULT_EXECUTOR
+        and not Path(config.runtime.model).exists()
+    ):
+        server_part("cuda_runtime.checkpoint").find_checkpoint(config.runtime.model)  # raises, with its own sentence
+
+
 @contextmanager
 def _disconnected_after(ray: Any) -> Iterator[None]:
     """Leave this process as it was: not connected to Ray. A Ray that was started for it ends with that."""
@@ -129,18 +141,26 @@ def _disconnected_after(ray: Any) -> Iterator[None]:
                 ray.shutdown()
 
 
-def _terminated(signum: int, frame: object) -> None:
-    raise SystemExit(128 + signum)
-
-
 @contextmanager
 def _sigterm_leaves() -> Iterator[None]:
+    """In the main thread, SIGTERM leaves the block as Ctrl-C does, and then the process with its own status."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _terminated)
+    terminated = False
+
+    def terminate(signum: int, frame: object) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt  # a SystemExit would lose its status on its way through Ray's waiting
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        if terminated:
+            raise SystemExit(128 + signal.SIGTERM) from interrupt
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -30,7 +30,7 @@ def _workers(state: ServiceStatus) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("worker", "state", "device", "address"):
         table.add_column(name, overflow="fold")
-    for name in ("pid", "sessions", "cells", "steps"):
+    for name in ("pid", "sessions", "cells", "cached", "steps"):
         table.add_column(name, justify="right", no_wrap=True)
     for worker in state.workers:
         condition = Text(one_line(worker.state), _STYLES.get(worker.state, ""))
@@ -44,6 +44,7 @@ def _workers(state: ServiceStatus) -> RenderableType:
             str(worker.pid),
             str(worker.sessions),
             f"{worker.cells_used}/{worker.cells_usable}",
+            str(worker.cells_cached),
             str(worker.steps),
         )
     return table

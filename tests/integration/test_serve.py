@@ -1,0 +1,177 @@
+"""`microtome serve` and the demo as processes on a Ray of their own, with a toy model: they work, and leave nothing.
+
+Each process gets a temporary folder of its own for Ray, by which everything that it started is recognised afterwards.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from microtome.client import Client
+from tests.support.toy_model import toy_directory
+
+COMMAND = [sys.executable, "-m", "microtome"]
+WAIT_S = 120.0
+SMALL = ["--threads", "1", "--kv-tokens", "2048", "--max-step-tokens", "64", "--set", "runtime.widths=1,8"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_directory(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="mt-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(ray_folder: str) -> Iterator[Start]:
+    """Starts the command; what a failed test leaves is told to end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RAY_TMPDIR": ray_folder},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:  # closes its pipes, and waits
+            process.terminate()
+
+
+def belonging_to(folder: str) -> list[psutil.Process]:
+    """The living processes that were started with this Ray folder, or by one that was."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RAY_TMPDIR") == folder and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def assert_nothing_left(folder: str) -> None:
+    """Ray's own processes are told to go and take a moment; ours are waited for and must be gone by then."""
+    _, alive = psutil.wait_procs(belonging_to(folder), timeout=10)
+    assert [process.cmdline() for process in alive] == []
+
+
+def ready_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.fullmatch(r"ready: .* at (127\.0\.0\.1:\d+), 1 worker on cpu, after [\d.]+ s\n", line)
+    assert found, (line, process.communicate(timeout=WAIT_S))
+    return found[1]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+def test_a_service_is_served_used_and_taken_down_from_elsewhere(model: Path, start: Start, ray_folder: str) -> None:
+    serving = start("serve", str(model), "--port", "0", "--name", "elsewhere", *SMALL)
+    address = ready_address(serving)
+    assert serving.stdout is not None
+    assert f'microtome generate "Once upon a time" --address {address}' in serving.stdout.readline()
+
+    for chat in ([], ["--chat"]):
+        said = run("generate", "once upon a time", "-n", "4", "--address", address, "--verbose", "--ignore-eos", *chat)
+        assert (said.returncode, "output 4 tokens" in said.stderr) == (0, True), said
+    with Client(address) as client:
+        client.wait_ready()
+        assert client.status().workers[0].cells_used == client.status().workers[0].cells_cached
+
+    down = run("down", "--address", address)
+    assert (down.returncode, down.stderr) == (0, "")
+    assert down.stdout == "service 'elsewhere' is down; ended: elsewhere, elsewhere/worker-1\n"
+    _, remarks = serving.communicate(timeout=WAIT_S)
+    assert (serving.returncode, remarks) == (0, "'elsewhere' was taken down\n")
+    assert_nothing_left(ray_folder)
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_takes_the_service_down(
+    model: Path, start: Start, ray_folder: str, sent: signal.Signals, status: int
+) -> None:
+    serving = start("serve", str(model), "--port", "0", *SMALL)
+    ready_address(serving)
+    serving.send_signal(sent)
+    _, remarks = serving.communicate(timeout=WAIT_S)
+    assert (serving.returncode, remarks) == (status, "taking 'microtome' down\n")
+    assert_nothing_left(ray_folder)
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_it_starts_leaves_nothing(
+    model: Path, start: Start, ray_folder: str, sent: signal.Signals, status: int
+) -> None:
+    serving = start("serve", str(model), "--port", "0", *SMALL)
+    end = time.monotonic() + WAIT_S
+    while not any("DriverActor" in " ".join(process.cmdline()) for process in belonging_to(ray_folder)):
+        assert time.monotonic() < end
+        assert serving.poll() is None
+        time.sleep(0.05)
+    serving.send_signal(sent)
+    out, remarks = serving.communicate(timeout=WAIT_S)
+    assert (serving.returncode, out, remarks) == (status, "", "")
+    assert_nothing_left(ray_folder)
+
+
+def test_a_model_that_cannot_be_loaded_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, start: Start, ray_folder: str
+) -> None:
+    broken = toy_directory(tmp_path)
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    serving = start("serve", str(broken), "--port", "0", *SMALL)
+    out, remarks = serving.communicate(timeout=WAIT_S)
+    assert (serving.returncode, out) == (1, "")
+    assert remarks.startswith("microtome: ")
+    assert remarks.count("\n") == 1
+    assert str(broken) in remarks
+    assert_nothing_left(ray_folder)
+
+
+def test_the_demo_answers_eight_chats_and_leaves_nothing(model: Path, start: Start, ray_folder: str) -> None:
+    demo = start("demo", "--model", str(model))
+    shown, remarks = demo.communicate(timeout=WAIT_S)
+    assert (demo.returncode, remarks) == (0, ""), shown
+    for topic in ("capital", "rainbow", "haiku", "three rivers", "gardener", "reverse", "summary", "tale"):
+        assert re.search(rf"^ {topic} +\d+ +\d+ +\d+ +[\d.–]+ +[\d.–]+ $", shown, re.MULTILINE), topic
+    assert re.search(r"8 chats at once: \d+ output tokens in [\d.]+ s, [\d.]+ tokens/s", shown)
+    assert shown.endswith("stopping what was started\nthe service and its Ray have ended\n")
+    assert_nothing_left(ray_folder)
+
+
+def test_an_interrupted_demo_leaves_nothing(model: Path, start: Start, ray_folder: str) -> None:
+    demo = start("demo", "--model", str(model))
+    assert demo.stdout is not None
+    while " is served at " not in (line := demo.stdout.readline()):
+        assert line, demo.communicate(timeout=WAIT_S)
+    demo.send_signal(signal.SIGINT)
+    _, remarks = demo.communicate(timeout=WAIT_S)
+    assert (demo.returncode, remarks) == (130, "")
+    assert_nothing_left(ray_folder)
