@@ -924,8 +924,14 @@ class Control:
             g.needed = 0 if fits else g.needed
             chosen = next((w for w in by_preference(g, fits) if self._start(g, w)), None)
             if chosen is None:
-                return
-            self._changed[chosen.id] = chosen
+                way = next((w for w in by_preference(g, takers) if w.make_way(g)), None)
+                if way is None:
+                    return
+                self._changed[way.id] = way
+                if not way.parked:
+                    return  # it will have its place when what is under way of the others is settled
+            else:
+                self._changed[chosen.id] = chosen
 
     def _start(self, g: Generation, w: WorkerPlan) -> bool:
         first = g.state is State.WAITING and not g.delivered

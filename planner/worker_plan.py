@@ -107,6 +107,7 @@ class WorkerPlan:
         )
         self.residents: dict[SessionId, Resident] = {}
         self.running = 0  # residents with a generation
+        self._priorities: dict[int, int] = {}  # and how many there are of each priority
         self.idle: dict[SessionId, Resident] = {}  # those between generations, the one used longest ago first
         self.in_flight: deque[Step] = deque()
         self.served = served
@@ -179,7 +180,7 @@ class WorkerPlan:
         r.generation = generation
         r.ended = None
         r.feedback_at = None  # what was sampled for an earlier generation is given as a token
-        self.running += 1
+        self._count(generation, 1)
         self.scheduler.admit(session.id, priority=generation.options.priority, tenant=generation.options.tenant)
         self._submit(r)
         return True
@@ -205,7 +206,7 @@ class WorkerPlan:
             self.idle[session.id] = r
             return
         r.generation = generation
-        self.running += 1
+        self._count(generation, 1)
         self.scheduler.admit(session.id, priority=generation.options.priority, tenant=generation.options.tenant)
         if sampled:
             r.feedback_at = length
@@ -218,11 +219,44 @@ class WorkerPlan:
         self.table.remove(sequence)
         self._ops.append(DropSequence(sequence))
 
+    def make_way(self, generation: Generation) -> bool:
+        """Park running sessions of lower priority, the most junior first, if `generation` can start then.
+
+        False: nothing was changed; it cannot, or cells that are about to be free are enough. Those without a step under
+        way are in `parked`.
+        """
+        priority = generation.options.priority
+        if min(self._priorities, default=priority) >= priority:
+            return False
+        lacking = (generation.needed or len(generation.session.transcript)) + self.headroom - self.room
+        sequences = not self.has_sequence
+        junior: list[Resident] = []
+        for r in self.residents.values():
+            g = r.generation
+            if r.leaving:
+                lacking -= self.table.length(r.sequence)
+                sequences = False
+            elif g is not None and g.options.priority < priority and g.rank > generation.rank:
+                junior.append(r)
+        if lacking <= 0 and not sequences:
+            return False
+        junior.sort(key=self._rank)
+        giving: list[Resident] = []
+        while junior and (lacking > 0 or (sequences and not giving)):
+            giving.append(junior.pop())
+            lacking -= self.table.length(giving[-1].sequence) + self._headroom_tokens
+        if lacking > 0 or not giving:
+            return False
+        for r in giving:
+            self._park(r)
+        return True
+
     def end(self, resident: Resident) -> None:
         """The resident's generation is over: nothing more of it is run; what is under way is void."""
         self._withdraw(resident)
+        if resident.generation is not None:
+            self._count(resident.generation, -1)
         resident.generation = None
-        self.running -= 1
 
     def leave(self, resident: Resident) -> None:
         """The resident gives up its cells: now, or when what is under way of it is settled."""
@@ -449,7 +483,14 @@ class WorkerPlan:
         del self.residents[r.session.id]
         r.session.resident = None
         if r.generation is not None:
-            self.running -= 1
+            self._count(r.generation, -1)
+
+    def _count(self, generation: Generation, change: int) -> None:
+        self.running += change
+        priority = generation.options.priority
+        self._priorities[priority] = self._priorities.get(priority, 0) + change
+        if not self._priorities[priority]:
+            del self._priorities[priority]
 
     # --- inside: steps ---
 

@@ -110,3 +110,58 @@ def test_headroom_keeps_one_more_session_waiting_while_others_grow() -> None:
     assert cluster.control.status().waiting == 1
     cluster.run()
     assert cluster.control.status().waiting == 0
+
+
+def test_a_higher_priority_starts_in_a_full_pool_and_a_lower_one_gives_way() -> None:
+    cluster = SmallCluster(TIGHT, usable_cells=30)
+    low = cluster.submit(prompt(1, 20), 10, priority=-1)
+    same = cluster.submit(prompt(2, 15), 4)
+    assert cluster.control.status().workers[0].running == 1
+    ended: list[str] = []
+    while cluster.plans["w0"]:
+        cluster.answer()
+        ended += [name for name in cluster.ends if name not in ended]
+    assert ended == [same, low]
+    assert cluster.tokens[low] == expected(prompt(1, 20), 10)
+    assert cluster.tokens[same] == expected(prompt(2, 15), 4)
+
+
+def test_an_equal_does_not_make_anybody_give_way_to_start() -> None:
+    cluster = SmallCluster(TIGHT, usable_cells=30)
+    first, second = cluster.submit(prompt(1, 20), 10), cluster.submit(prompt(2, 15), 4)
+    cluster.run()
+    assert cluster.control.status().counters.parked == 0
+    assert cluster.tokens[first] == expected(prompt(1, 20), 10)
+    assert cluster.tokens[second] == expected(prompt(2, 15), 4)
+
+
+def test_a_higher_priority_gets_the_sequence_of_a_lower_one() -> None:
+    cluster = SmallCluster(max_sequences=2)
+    low = [cluster.submit(prompt(n), 12, priority=-n) for n in range(2)]
+    high = cluster.submit(prompt(5), 3, priority=4)
+    ended: list[str] = []
+    while cluster.plans["w0"]:
+        cluster.answer()
+        ended += [name for name in cluster.ends if name not in ended]
+    assert ended == [high, *low]
+    assert cluster.control.status().counters.parked == 1
+
+
+def test_nobody_gives_way_when_it_would_not_be_enough() -> None:
+    cluster = SmallCluster(TIGHT, usable_cells=60)
+    cluster.submit(prompt(1, 20), 15)
+    low = cluster.submit(prompt(2, 8), 8, priority=-1)
+    high = cluster.submit(prompt(3, 50), 5)
+    while high not in cluster.ends and low not in cluster.ends:
+        cluster.answer()
+    assert low in cluster.ends
+    assert cluster.control.status().counters.parked == 0
+
+
+def test_waiting_long_enough_keeps_a_place_against_any_priority() -> None:
+    cluster = SmallCluster(PlannerConfig(headroom_tokens=0, priority_ageing_ms=1), usable_cells=30)
+    old = cluster.submit(prompt(1, 20), 10)
+    cluster.now_us = 5000
+    high = cluster.submit(prompt(2, 15), 4, priority=4)
+    cluster.run()
+    assert list(cluster.ends) == [old, high]
