@@ -64,6 +64,11 @@ class Scaler:
         self._busy_us = at_us  # when there was last a generation
         self._changed_us = at_us
 
+    @property
+    def least(self) -> int:
+        """Workers that are kept however little there is to do."""
+        return self._config.min_workers
+
     def wanted(self, load: Load) -> int:
         config = self._config
         if load.generations:

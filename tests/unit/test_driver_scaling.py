@@ -3,7 +3,10 @@
 import asyncio
 
 import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from microtome.actors.driver import GENERATION
 from microtome.planner.types import WorkerId
 from microtome.v1 import generation_pb2 as pb
 from tests.support.calls import collect, read_until_broken, request, status_when, tokens_of, undisturbed, until_idle
@@ -101,3 +104,21 @@ async def test_bounds_can_be_moved_while_it_runs() -> None:
         service.host.scale(1, 1)
         status = await status_when(service.stub, lambda status: list(states(status).values()).count("ready") == 1)
         assert list(states(status).values()).count("lost") == 1
+
+
+async def test_service_without_workers_is_healthy_only_where_a_call_starts_one() -> None:
+    config = fake_config("fake:unknown=1", workers__count=0, workers__min=0, workers__max=1)  # its workers never start
+    async with in_process(config) as service, grpc.aio.insecure_channel(f"127.0.0.1:{service.host.port}") as channel:
+        shown = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=GENERATION))
+
+        async def becomes(status: str) -> None:
+            while (await shown.read()).status != health_pb2.HealthCheckResponse.ServingStatus.Value(status):
+                pass
+
+        await becomes("SERVING")
+        assert not service.workers.started
+        service.host.scale(1, 1)
+        await becomes("NOT_SERVING")
+        service.host.scale(0, 1)
+        await becomes("SERVING")
+        shown.cancel()
