@@ -78,8 +78,8 @@ class WorkerState:
     address: str
     pid: int
     incarnation: str  # hex
-    cells_used: int
-    cells_cached: int  # of those used: held by the prefix cache alone, given up when sessions need them
+    cells_used: int  # by sessions
+    cells_cached: int  # held by the prefix cache alone, given up when sessions need them
     cells_usable: int
     sessions: int
     steps: int
