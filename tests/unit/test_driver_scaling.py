@@ -25,10 +25,10 @@ async def test_drained_worker_leaves_when_its_sessions_have_moved_and_another_ta
         service.host.drain(WorkerId("worker-1"))
         status = await status_when(service.stub, lambda status: states(status)["worker-1"] == "lost")
         assert status.workers[0].cause == "drained: an operator asked for it"
-        assert service.workers.ended == ["worker-1"]
         for prompt, task in zip(prompts, running, strict=True):
             assert tokens_of(await task) == undisturbed(prompt, 150)
         status = await until_idle(service.stub)
+        assert service.workers.ended == ["worker-1"]
         assert states(status) == {"worker-1": "lost", "worker-2": "ready", "worker-3": "ready"}
 
 
