@@ -62,6 +62,7 @@ bench: $(STAMP) ## measure; prints ratios within one run
 
 soak: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+	@$(BIN)/python -m tests.simulation.soak --seeds 10000
 
 constraints: $(STAMP) ## write constraints.txt from the environment
 	@{ sed '/^[^#]/,$$d' constraints.txt; \

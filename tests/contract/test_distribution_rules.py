@@ -379,6 +379,37 @@ def test_the_only_worker_finishes_what_runs_on_it_when_it_drains() -> None:
     assert cluster.tokens[late] == expected((1, 2))
 
 
+def test_a_clone_made_while_its_worker_drains_keeps_nothing_there() -> None:
+    cluster = SmallCluster()
+    session = cluster.open()
+    name = cluster.submit(PROMPT, 6, session=session)
+    cluster.answer()
+    cluster.answer()
+    cluster.drain()
+    twin = cluster.clone(session)
+    cluster.run()
+    assert cluster.tokens[name] == expected(PROMPT, 6)
+    assert [type(i).__name__ for i in cluster.told][-1] == "ReleaseWorker"
+    cluster.join("w1")
+    other = cluster.submit((9,), 2, session=twin.session)
+    cluster.run()
+    assert cluster.tokens[other] == expected([*PROMPT, *expected(PROMPT, 6)][: twin.length] + [9], 2)
+
+
+def test_running_sessions_leave_a_draining_worker_when_another_joins() -> None:
+    cluster = SmallCluster()
+    name = cluster.submit(PROMPT, 20)
+    cluster.drain()
+    cluster.answer()
+    cluster.join("w1")
+    while cluster.plans["w0"]:
+        cluster.answer("w0")
+    assert name not in cluster.ends
+    cluster.run()
+    assert cluster.tokens[name] == expected(PROMPT, 20)
+    assert [w.worker for w in cluster.control.status().workers if not w.draining] == ["w1"]
+
+
 def test_a_worker_with_another_model_is_refused() -> None:
     cluster = SmallCluster()
     own = cluster.executors["w0"].describe()
