@@ -393,7 +393,8 @@ def test_a_clone_made_while_its_worker_drains_keeps_nothing_there() -> None:
     cluster.join("w1")
     other = cluster.submit((9,), 2, session=twin.session)
     cluster.run()
-    assert cluster.tokens[other] == expected([*PROMPT, *expected(PROMPT, 6)][: twin.length] + [9], 2)
+    said = [*PROMPT, *expected(PROMPT, 6)][: twin.length]
+    assert cluster.tokens[other] == expected([*said, 9], 2)
 
 
 def test_running_sessions_leave_a_draining_worker_when_another_joins() -> None:
