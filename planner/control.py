@@ -854,7 +854,7 @@ class Control:
         twin = self._sessions.clone(source, event.upto)
         twin.model = source.model
         w = self._worker_of(source.resident)
-        if w is not None and source.resident is not None and not source.resident.leaving:
+        if w is not None and not w.draining and source.resident is not None and not source.resident.leaving:
             w.clone(source.resident, twin, encode_note(_idle_note(twin)))
         return twin
 
