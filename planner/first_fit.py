@@ -105,9 +105,7 @@ class FirstFit(Generic[Item, Key]):
 
     def _sweep(self) -> None:
         """Throw out every entry whose item has moved on. Paid for by the moves since the last time."""
-        for width, heap in list(self._heaps.items()):
+        for width, heap in self._heaps.items():
             heap[:] = {entry for entry in heap if self._entries.get(entry[1]) == (entry[0], width)}
             heapify(heap)
-            if not heap:
-                self._refresh(width)
         self._moved_on = 0

@@ -50,12 +50,39 @@ def test_dismiss_drops_what_waits_and_forgets_the_rank(scheduler: Scheduler) -> 
     assert scheduler.next_batch() == tuple(chunks(1, 8))
 
 
+def test_dismiss_keeps_no_place(scheduler: Scheduler) -> None:
+    assert scheduler.submit(chunks(1, 8))
+    scheduler.dismiss(SessionId(1))
+    assert scheduler.submit(chunks(2, 8) + chunks(1, 8))
+    assert scheduler.next_batch() == tuple(chunks(2, 8))
+
+
 def test_a_batch_put_back_comes_again_unchanged_and_first(scheduler: Scheduler) -> None:
     assert scheduler.submit([decode(1), decode(2), *chunks(3, 5, 5), *chunks(4, 3)])
     batch = scheduler.next_batch()
     assert scheduler.submit(chunks(6, 2))
     scheduler.put_back(batch)
     assert scheduler.next_batch() == (*batch, *chunks(6, 2))
+
+
+def test_several_chunks_of_a_session_put_back_keep_their_order(scheduler: Scheduler) -> None:
+    assert scheduler.submit(chunks(1, 4, 3, 4, 8))
+    batch = scheduler.next_batch()
+    assert len(batch) == 3
+    scheduler.put_back(batch)
+    assert scheduler.next_batch() == batch
+
+
+@pytest.mark.parametrize("priority", [-50, 50])
+def test_a_decode_put_back_comes_before_its_sessions_next_however_it_ranks_by_then(
+    scheduler: Scheduler, priority: int
+) -> None:
+    assert scheduler.submit([decode(1), decode(1, 1), *(decode(session) for session in range(2, 9))])
+    batch = scheduler.next_batch()
+    scheduler.admit(SessionId(1), priority=priority)
+    scheduler.put_back([item for item in batch if item.session == 1])
+    starts = [item.start for _ in range(4) for item in scheduler.next_batch() if item.session == 1]
+    assert starts == [0, 1]
 
 
 def test_two_batches_put_back_newest_first_come_again_in_their_order(scheduler: Scheduler) -> None:

@@ -129,6 +129,13 @@ def test_C5_dispatch_frees_an_inputs_identity(scheduler: Scheduler) -> None:
     assert scheduler.submit([decode(1), prefill(2, 4)])
 
 
+def test_C5_dispatch_of_a_chunk_frees_its_identity_while_its_sessions_others_wait(scheduler: Scheduler) -> None:
+    assert scheduler.submit(chunks(1, 8, 8))
+    assert shape(scheduler.next_batch()) == [(1, 0, 8)]
+    assert not scheduler.submit([prefill(1, 8, start=8)])
+    assert scheduler.submit([prefill(1, 8)])
+
+
 def test_C5_cancelling_frees_an_inputs_identity(scheduler: Scheduler) -> None:
     assert scheduler.submit([decode(1), prefill(2, 4), decode(3)])
     scheduler.cancel(SessionId(1))

@@ -173,6 +173,13 @@ def test_standing_behind_a_later_session_of_higher_priority_says_so() -> None:
     assert scheduler.standing(SessionId(2)) == Standing(0, Behind.STEP_BUDGET)
 
 
+def test_standing_behind_an_earlier_session_is_a_matter_of_the_step_budget_whatever_its_priority() -> None:
+    scheduler = by_priority()
+    scheduler.admit(SessionId(2), priority=1)
+    assert scheduler.submit(chunks(2, 8) + chunks(1, 8))
+    assert scheduler.standing(SessionId(1)) == Standing(1, Behind.STEP_BUDGET)
+
+
 # --- shares ---
 
 
@@ -218,6 +225,14 @@ def test_tenants_that_keep_asking_get_decodes_by_their_weights() -> None:
         assert scheduler.submit([decode(session, at) for at in range(80)])
     served = served_tokens(scheduler, tenant_of, steps=150)
     assert served["a"] == pytest.approx(2 * served["b"], rel=0.03)
+
+
+def test_tenants_share_the_decodes_of_one_batch() -> None:
+    scheduler = fair()
+    for session in range(8):
+        scheduler.admit(SessionId(session), tenant="a" if session < 4 else "b")
+    assert scheduler.submit([decode(session) for session in range(8)])
+    assert sessions(scheduler.next_batch()) == [0, 4, 1, 5]
 
 
 def test_what_a_tenant_decodes_counts_against_its_prefill() -> None:
@@ -332,6 +347,20 @@ def test_a_chunk_that_never_fits_the_target_goes_when_patience_ends_and_again_af
         if 9 in sessions(scheduler.next_batch()):
             with_prefill.append(step)
     assert with_prefill == [3, 7]
+
+
+def test_patience_begins_anew_when_the_chunk_whose_turn_it_is_fits() -> None:
+    scheduler = with_target(6, patience_steps=3)
+    wide = 0
+    for step in range(12):
+        if step % 3 == 0:
+            scheduler.cancel(SessionId(9))
+            assert scheduler.submit(chunks(8, 5, start=step))
+        elif step % 3 == 1:
+            assert scheduler.submit(chunks(9, 8))
+        assert scheduler.submit([decode(1, step)])
+        wide += 9 in sessions(scheduler.next_batch())
+    assert wide == 0
 
 
 def test_a_chunk_that_fits_the_target_passes_one_that_does_not() -> None:

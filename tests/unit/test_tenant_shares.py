@@ -99,6 +99,14 @@ def test_what_was_given_back_is_taken_off_the_level_again() -> None:
     assert shares.key("a") < shares.key("b")
 
 
+def test_the_mark_does_not_rise_for_what_was_given_back() -> None:
+    shares = TenantShares({}, credit_tokens=1000)
+    step(shares, ("a", 30), ("b", 20))
+    shares.given_back("a", 30)
+    shares.next_step()
+    assert level_tokens(shares, "new") == 10
+
+
 def test_giving_back_never_earns_more_than_the_credit() -> None:
     shares = TenantShares({}, credit_tokens=100)
     step(shares, ("a", 10))
