@@ -24,14 +24,16 @@ def check(control: Control) -> None:
 def check_cells(w: WorkerPlan) -> None:
     """No cell is owned by nobody, leaked, or counted wrong."""
     table = w.table
-    expected: Counter[int] = Counter()
+    expected = [0] * table.usable_cells
     for history in table._histories.values():
         assert len(set(history.cells)) == len(history.cells), "a sequence holds a cell twice"
-        expected.update(history.cells)
-    expected.update(table._held)
-    for cell in range(table.usable_cells):
-        assert table.references(cell) == expected[cell], f"cell {cell} has a wrong count of references"
-    assert table.free_cells == table.usable_cells - len(expected), "the count of free cells is wrong"
+        for cell in history.cells:
+            expected[cell] += 1
+    for cell in table._held:
+        expected[cell] += 1
+    counted = table._references + [0] * (table.usable_cells - len(table._references))
+    assert counted == expected, "a cell has a wrong count of references"
+    assert table.free_cells == expected.count(0), "the count of free cells is wrong"
     idle = sum(1 for cell in table._held if expected[cell] == 1)
     assert table.idle_cells == idle, "the count of cells that only the prefix cache holds is wrong"
     assert set(table._histories) == {r.sequence for r in w.residents.values()}, "a live sequence belongs to nobody"

@@ -76,7 +76,8 @@ class World:
         for instruction in instructions:
             self.story.instruction(self.clock.now_us, instruction)
         self.callers.check_answers(event, instructions, self.control)
-        check(self.control)
+        if instructions or not isinstance(event, Tick):
+            check(self.control)
         self._handling = False
         for instruction in instructions:
             self._carry_out(instruction)
