@@ -16,7 +16,7 @@ from microtome.planner.types import Capability
 class PlannerConfig:
     """Raises `BadConfig` in one sentence with the value and the limit."""
 
-    policy: str = "decode-first"  # a name in `policies.POLICIES`
+    policy: str = "decode-first"  # or "priority", "fair", "fair-priority": who goes first when not all fit
     plan_ahead: int = 2  # steps in flight per worker
     max_batch_tokens: int | None = None  # of one step; None: the worker's widest method
     max_decodes: int | None = None  # of one step; None: half the batch, within the worker's output rows

@@ -9,11 +9,10 @@ A policy chooses what counts beside arrival; with equal priorities and one tenan
 batches:
 
 - `ageing_steps`: one more level of priority counts as that many steps of waiting. Higher goes first, and nothing
-starves: a
-  session waits behind later ones of a priority higher by k for k * ageing_steps steps at most.
-- `tenant_weights`: turns go to the tenant served least, by weighted tokens; see `tenant_shares`. -
-`target_step_tokens`: where decodes run, prefill joins them only up to this many tokens in all: the most that a step of
-  the wanted duration can run. A chunk that never fits beside them goes after `patience_steps` steps all the same.
+  starves: a session waits behind later ones of a priority higher by k for k * ageing_steps steps at most.
+- `tenant_weights`: turns go to the tenant served least, by weighted tokens; see `tenant_shares`.
+- `target_step_tokens`: where decodes run, prefill joins them only up to this many tokens in all: the most that a step
+  of the wanted duration can run. A chunk that never fits beside them goes after `patience_steps` steps all the same.
 
 Costs per batch follow its inputs, times the logarithm of what waits; neither the sessions that wait nor those that are
 admitted are walked through.

@@ -5,8 +5,8 @@ and the methods alone, never on sessions, kinds of input or history. Equal argum
 
 - `plan_slices`: two methods, decode (one token) and prefill (a range); the simplest form.
 - `plan_ladder`: static widths and at most one dynamic method, greedily from the left; the reference.
-- `CheapestPlanner`: the cover of least cost by the table's measured costs, padding included; the reference where the
-  table has no costs. Never costlier than the reference.
+- `plan_cheapest` and `CheapestPlanner`: the cover of least cost by the table's measured costs, padding included; the
+  reference where the table has no costs. Never costlier than the reference.
 
 Widths count tokens; costs are integers in nanoseconds, so sums are exact. Pure functions of their arguments but for the
 planner's memo, which grows with the totals it was asked for; one thread calls a planner.
@@ -117,6 +117,14 @@ def plan_ladder(total: int, table: MethodTable) -> list[Forward]:
             raise BadInput(_uncovered(cut, table))
         offset += cut
     return forwards
+
+
+def plan_cheapest(total: int, table: MethodTable) -> list[Forward]:
+    """The cover of least cost, for one total; `CheapestPlanner` keeps what it works out, and says which cover it is.
+
+    Raises `BadInput` for a table that `check_table` refuses, and for a total that its methods cannot tile.
+    """
+    return list(CheapestPlanner(table).plan(total))
 
 
 def forward_cost_ns(method: MethodSpec, length: int) -> int:

@@ -10,6 +10,7 @@ at every resident. Cells, widths and positions count tokens.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from microtome.planner.cells import CellPlan, CellTable
 from microtome.planner.config import PlannerConfig
@@ -42,6 +43,7 @@ from microtome.planner.types import (
     WorkerId,
 )
 
+_NARROWEST_CHUNK = 16  # tokens; narrower ones would cost more steps than they save time in each
 _DECODE_FLAGS = int(InputFlag.WANTS_OUTPUT | InputFlag.FEEDBACK)
 _DECODE = Kind.DECODE
 _WANTS_OUTPUT = int(InputFlag.WANTS_OUTPUT)
@@ -98,11 +100,16 @@ class WorkerPlan:
         self.table = CellTable(capability.usable_cells, capability.max_sequences)
         self.prefix = PrefixCache(self.table) if config.prefix_cache else None
         self.slicer = CheapestPlanner(capability.table)
+        target = self._target_tokens(config)
+        if target is not None and config.max_prefill_tokens is None:
+            # A chunk is to fit beside decodes that take half of the step: the scheduler never splits one.
+            chunk = min(self.limits.max_prefill_tokens, max(_NARROWEST_CHUNK, target // 2))
+            self.limits = replace(self.limits, max_prefill_tokens=chunk)
         self.scheduler = POLICIES[config.policy](
             max_batch_tokens=self.limits.max_batch_tokens,
             max_decodes=self.limits.max_decodes,
             max_prefill_tokens=self.limits.max_prefill_tokens,
-            target_step_tokens=self._target_tokens(config),
+            target_step_tokens=target,
             tenant_weights=config.weights(),
         )
         self.residents: dict[SessionId, Resident] = {}

@@ -12,6 +12,7 @@ from microtome.planner.slicing import (
     Method,
     forward_cost_ns,
     is_measured,
+    plan_cheapest,
     plan_cost_ns,
     plan_ladder,
     plan_slices,
@@ -97,6 +98,17 @@ def test_the_cheapest_plan_is_never_costlier_than_the_greedy_one(table: MethodTa
     except BadInput:
         return
     assert CheapestPlanner(table).cost_ns(total) <= plan_cost_ns(greedy, table)
+
+
+@given(table=tables(), total=st.integers(-1, 40))
+def test_the_function_and_the_planner_give_the_same_plan(table: MethodTable, total: int) -> None:
+    try:
+        plan = CheapestPlanner(table).plan(total)
+    except BadInput as refusal:
+        with pytest.raises(BadInput, match=str(refusal)):
+            plan_cheapest(total, table)
+    else:
+        assert plan_cheapest(total, table) == list(plan)
 
 
 @given(totals=st.permutations(list(range(0, 60, 3))))
