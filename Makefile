@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.microtome-installed
 PYTEST_ARGS ?=
-BENCHES ?= wire link attention overhead
+BENCHES ?= planner_leaves wire link attention overhead
 
 .PHONY: help env demo test check format proto docs wheel bench soak constraints clean
 
