@@ -1,0 +1,31 @@
+"""Ray's own autoscaler brings and takes nodes for a service's workers; a preempted node is left in time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 150
+
+
+def test_nodes_come_for_a_request_are_left_when_preempted_and_go_when_idle() -> None:
+    life = subprocess.run(
+        [sys.executable, "-m", "tests.support.cloud_life"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert life.returncode == 0, life.stderr[-3000:]
+    lines = [json.loads(line) for line in life.stdout.splitlines() if line.startswith("{")]
+    seen = {line["what"]: line for line in lines}
+    assert seen["up"]["nodes"] == 1, "a service without workers was given a node"
+    first = seen["first answer from no worker and no node"]
+    assert (first["right"], first["nodes"]) == (True, 2)
+    assert seen["preempted node is left"]["cause"] == "drained: its node is draining"
+    goes_on = seen["stream goes on elsewhere"]
+    assert goes_on["right"]
+    assert goes_on["tokens"] < 4000, "the stream was over before its node was left"
+    assert "idle node is gone" in seen

@@ -1,0 +1,103 @@
+"""A service's life on an autoscaled cluster, as a program: `python -m tests.support.cloud_life`.
+
+A process of its own, because a process talks to one Ray. It prints what it saw, one JSON object a line.
+"""
+
+import asyncio
+import json
+import time
+
+import grpc.aio
+import ray
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
+from ray.util.placement_group import placement_group_table
+
+from microtome.actors import cluster
+from microtome.v1 import generation_pb2 as pb
+from microtome.v1 import generation_pb2_grpc as rpc
+from tests.support.calls import collect, read_until_broken, request, status_when, tokens_of, undisturbed
+from tests.support.fake_cloud import FakeCloud
+from tests.support.in_process import fake_config
+
+NAME = "cloud"
+NODE_IDLE_S = 2.0
+
+
+def nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+async def nodes_when(wanted: int) -> None:
+    await asyncio.to_thread(_wait_for_nodes, wanted)
+
+
+def _wait_for_nodes(wanted: int) -> None:
+    while len(nodes()) != wanted:
+        time.sleep(0.1)
+
+
+def node_of(worker: str) -> str:
+    (group,) = (g for g in placement_group_table().values() if g["name"].endswith(f"/{NAME}/{worker}"))
+    return str(group["bundles_to_node_id"][0])
+
+
+def drain_node(address: str, node: str) -> None:
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int((time.time() + 30) * 1000)
+    accepted, why = GcsClient(address=address).drain_node(node, reason, "spot notice", deadline_ms)
+    assert accepted, why
+
+
+def say(what: str, since_s: float, **more: object) -> None:
+    print(json.dumps({"what": what, "seconds": round(time.monotonic() - since_s, 2), **more}), flush=True)
+
+
+async def live(address: str) -> None:
+    begin = time.monotonic()
+    config = fake_config(
+        "fake:step_ms=10",
+        service__name=NAME,
+        workers__count=0,
+        workers__min=0,
+        workers__max=2,
+        workers__settle_s=0,
+        workers__idle_s=1,
+    )
+    endpoint = cluster.up(config, ray_address=address)
+    say("up", begin, nodes=len(nodes()))
+    async with grpc.aio.insecure_channel(endpoint.address) as channel:
+        stub: rpc.GenerationStub = rpc.GenerationStub(channel)
+
+        begin = time.monotonic()
+        tokens = tokens_of(await collect(stub, request([1], max_new_tokens=5)))
+        say("first answer from no worker and no node", begin, right=tokens == undisturbed([1], 5), nodes=len(nodes()))
+
+        begin = time.monotonic()
+        tokens, call = list[int](), stub.Generate(request([2], max_new_tokens=4000))
+        reading = asyncio.create_task(read_until_broken(call, tokens))
+        status = await status_when(stub, lambda s: any(w.sessions and w.steps > 50 for w in s.workers))
+        first = next(worker for worker in status.workers if worker.sessions)
+        drain_node(address, node_of(first.name))
+        await status_when(stub, lambda s: any(w.name == first.name and w.state == "lost" for w in s.workers))
+        status = await stub.Status(pb.StatusRequest())
+        left = next(worker for worker in status.workers if worker.name == first.name)
+        say("preempted node is left", begin, cause=left.cause)
+        enough = len(tokens) + 50
+        await status_when(stub, lambda s: len(tokens) > enough or reading.done())
+        call.cancel()
+        await asyncio.wait([reading])
+        say("stream goes on elsewhere", begin, right=tokens == undisturbed([2], len(tokens)), tokens=len(tokens))
+
+        begin = time.monotonic()
+        await nodes_when(1)
+        say("idle node is gone", begin, workers=sum(w.state == "ready" for w in status.workers))
+    cluster.down(NAME)
+
+
+if __name__ == "__main__":
+    with FakeCloud(head_cpus=1, worker={"CPU": 1}, max_workers=2, idle_s=NODE_IDLE_S) as cloud:
+        try:
+            asyncio.run(live(cloud.address))
+        finally:
+            ray.shutdown()  # before its cluster goes: it would wait for that for a minute, and hide what went wrong
