@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from microtome.actors import ray_private
 from microtome.actors.config import ServiceConfig
+from microtome.actors.crew import StartOrder
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
 from microtome.actors.worker import WorkerActor
 from microtome.planner.errors import BadConfig, BatchingError, WorkerLost
@@ -85,6 +86,11 @@ class Names:
     def group(self, worker: WorkerId) -> str:
         """Groups are listed without their namespace, so their names carry it."""
         return f"microtome/{self.namespace}/{self.service}/{worker}"
+
+    @property
+    def settings(self) -> str:
+        """The key under which the settings of an update are kept."""
+        return f"microtome/{self.namespace}/{self.service}"
 
     def worker_of(self, actor: str) -> WorkerId | None:
         head, slash, worker = actor.partition("/")
@@ -170,6 +176,7 @@ def down(service: str, *, namespace: str = "", ray_address: str | None = None) -
                 f"placement groups {sorted(pending)}, processes {alive}"
             )
         time.sleep(0.02)
+    ray_private.forget(names.settings)
     pids = tuple(facts.pid for facts in actors.values() if facts.pid)
     return Downed(service=service, actors=tuple(sorted(actors)), placement_groups=tuple(sorted(groups)), pids=pids)
 
@@ -457,7 +464,20 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield bound
 
 
-# --- the driver's workers ---
+# --- the driver's own ---
+
+
+class RaySettings:
+    """A `RevisionStore` in the cluster's head, which outlives the driver; `down` empties it."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._key = Names.of(config).settings
+
+    async def save(self, data: bytes) -> None:
+        await asyncio.to_thread(ray_private.keep, self._key, data)
+
+    async def load(self) -> bytes:
+        return await asyncio.to_thread(ray_private.kept, self._key)
 
 
 class RayWorkers:
@@ -467,19 +487,18 @@ class RayWorkers:
         self._config, self._secret, self._names = config, secret, Names.of(config)
         self._lives: set[asyncio.Task[None]] = set()
 
-    async def start(
-        self, worker: WorkerId, ended: Callable[[str], None], waits: Callable[[str], None]
-    ) -> WorkerEndpoint:
-        timeout_s = self._config.workers.start_timeout_s
+    async def start(self, order: StartOrder) -> WorkerEndpoint:
+        worker, timeout_s = order.worker, self._config.workers.start_timeout_s
         try:
-            group = await self._place(worker, waits)
-            actor = await asyncio.to_thread(self._create, worker, group)
+            group = await self._place(worker, order.waits)
+            order.placed()
+            actor = await asyncio.to_thread(self._create, order, group)
             endpoint: WorkerEndpoint = await asyncio.wait_for(actor.start.remote(), timeout_s)
         except TimeoutError as error:
             raise WorkerLost(f"{worker} was not ready within {timeout_s:g} s") from error
         except (RayError, ValueError) as error:  # a name that is still taken is a ValueError
             raise _as_ours(error, "") from error
-        self._watch(actor, ended)
+        self._watch(actor, order.ended)
         return endpoint
 
     async def living(self, ended: Callable[[WorkerId, str], None]) -> Sequence[WorkerEndpoint]:
@@ -510,20 +529,23 @@ class RayWorkers:
         if group is not None:
             remove_placement_group(group)
 
-    async def leaving(self) -> Collection[WorkerId]:
+    async def leaving(self) -> Mapping[WorkerId, float | None]:
         return await asyncio.to_thread(self._leaving)
 
-    def _leaving(self) -> Collection[WorkerId]:
+    def _leaving(self) -> Mapping[WorkerId, float | None]:
         """Ray tells nobody and stops nothing: who is on a draining node has to look."""
         draining = ray_private.draining_nodes()
         if not draining:
-            return ()
-        prefix = self._names.group(WorkerId(""))
-        return [
-            WorkerId(group["name"].removeprefix(prefix))
-            for group in placement_group_table().values()
-            if group["name"].startswith(prefix) and not draining.keys().isdisjoint(group["bundles_to_node_id"].values())
-        ]
+            return {}
+        prefix, now_s = self._names.group(WorkerId("")), time.time()
+        leaving: dict[WorkerId, float | None] = {}
+        for group in placement_group_table().values():
+            for node in group["bundles_to_node_id"].values():
+                if group["name"].startswith(prefix) and node in draining:
+                    deadline_ms = draining[node]
+                    left_s = max(0.0, deadline_ms / 1000 - now_s) if deadline_ms else None
+                    leaving[WorkerId(group["name"].removeprefix(prefix))] = left_s
+        return leaving
 
     async def _place(self, worker: WorkerId, waits: Callable[[str], None]) -> PlacementGroup:
         """Room for the worker on some node. Raises `WorkerLost`, saying per node what is missing."""
@@ -548,15 +570,15 @@ class RayWorkers:
                 raise WorkerLost(f"no node had room for {worker} within {timeout_s:g} s: {missing}")
             waits(f"no node has room for it yet: {missing}")
         await ready
-        waits("")
         return group
 
-    def _create(self, worker: WorkerId, group: PlacementGroup) -> Any:
+    def _create(self, order: StartOrder, group: PlacementGroup) -> Any:
         config = self._config
         spec = WorkerSpec(
-            worker=worker,
+            worker=order.worker,
             secret=self._secret,
-            runtime=config.runtime,
+            runtime=order.runtime,
+            revision=order.revision,
             executor=config.workers.executor,
             host="",  # its node's address
             link=config.link,
@@ -566,7 +588,7 @@ class RayWorkers:
         return (
             ray.remote(WorkerActor)
             .options(
-                name=self._names.worker(worker),
+                name=self._names.worker(order.worker),
                 namespace=self._names.namespace,
                 lifetime="detached",
                 max_restarts=0,  # the driver supervises

@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -42,6 +42,7 @@ class ServiceSection:
     port: int = 50051  # of clients' gRPC; 0: any free one
     max_request_bytes: int = 4 * 2**20  # of one client message
     metrics_port: int | None = None  # of Prometheus metrics over HTTP, on the same address; None: not served
+    admin: bool = True  # the same port takes DrainWorker and Update, from whoever can reach it
     retain_s: float = 300.0  # how long an ended generation that is resumable can still be resumed
     retain_tokens: int = 4_000_000  # of ended generations, kept at most; the oldest go first
 
@@ -156,6 +157,32 @@ class ServiceConfig:
         if self.workers.gpus is not None:
             return self.workers.gpus
         return 0.0 if self.runtime.device == "cpu" else 1.0
+
+    @property
+    def first_workers(self) -> int:
+        """Workers to begin with."""
+        scaling = self.workers.scaling
+        return max(scaling.min_workers, min(self.workers.count, scaling.max_workers))
+
+
+def updated(config: ServiceConfig, settings: Mapping[str, object]) -> ServiceConfig:
+    """`config` with another model or other settings of `runtime`, which are all that a running service can change.
+
+    A new `model` is also the new `runtime.model` unless that is given too. Raises `BadConfig`.
+    """
+    known = setting_types()
+    parsed: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key != "model" and not key.startswith("runtime."):
+            raise BadConfig(f"{key} cannot be changed while the service runs: only model and runtime settings can")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise BadConfig(f"no setting is named {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        parsed[key.removeprefix("runtime.") if key != "model" else ""] = parse_value(key, value, known[key])
+    model = parsed.pop("", None)
+    if model is not None:
+        parsed.setdefault("model", model)
+    return replace(config, model=model or config.model, runtime=replace(config.runtime, **parsed))
 
 
 Layer = Mapping[str, object]

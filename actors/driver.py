@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from microtome.actors.admin import ADMIN, Admin
 from microtome.actors.config import ServiceConfig
 from microtome.actors.crew import Crew, WorkerStarter
 from microtome.actors.frontend import FrontEnd
@@ -28,30 +29,38 @@ from microtome.actors.link import DEFAULT_EXECUTOR
 from microtome.actors.metrics import Metrics, Observation
 from microtome.actors.report import status_response
 from microtome.actors.requests import ServedModel
+from microtome.actors.revisions import Revisions, RevisionStore
 from microtome.actors.text import ModelText, load_model_text
 from microtome.planner.control import Control
-from microtome.planner.errors import BadConfig, UnknownId
+from microtome.planner.errors import BadConfig, BatchingError, UnknownId, WorkerLost, WrongState
 from microtome.planner.events import (
+    CallersWait,
     Deliver,
+    DrainBegun,
     Event,
     GiveUpWorker,
     Instruction,
     ReleaseWorker,
     Restored,
     RunStep,
+    Scale,
     SessionAnswer,
+    StartWorker,
     Tick,
+    UpdateEnded,
+    UpdateWorkers,
     WorkerGone,
+    WorkerJoined,
 )
-from microtome.planner.scaling import Load, Scaler, victims
-from microtome.planner.types import WorkerId
+from microtome.planner.types import Capability, WorkerId
+from microtome.v1 import admin_pb2_grpc as admin_rpc
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-SCALE_S = 0.25
+NODES_S = 1.0  # between two looks at which nodes drain
 SCRAPE_TIMEOUT_S = 5.0
 BIND_TRIES, BIND_PAUSE_S = 20, 0.25  # a restarted driver waits for its own port
 GENERATION = pb.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -68,15 +77,27 @@ class DriverHost:
         *,
         failed: Callable[[BaseException], None],
         ray_address: str = "",
+        store: RevisionStore | None = None,
     ) -> None:
-        """`failed` is called once if the loop itself breaks: the driver is of no use then, and is to be ended."""
+        """`failed` is called once if the loop itself breaks: the driver is of no use then, and is to be ended.
+
+        `store` None: what an update changed is forgotten with this driver.
+        """
         self._config = config
+        self._store = store
+        self._revisions = Revisions(config)
+        self._scaling = config.workers.scaling
+        self._models: dict[str, tuple[Capability, int]] = {}  # by fingerprint: what serves it, and which settings
+        self._update: asyncio.Future[None] | None = None  # the one under way
         self._failed = failed
         self._ray_address = ray_address
         self._control = Control(config.planner)
         self._crew = Crew(config, secret, starter, post=self.post, now_us=self.now_us, failed=self._break)
         self.front_end = FrontEnd(
-            self, self._text_loader(), retain_s=config.service.retain_s, retain_tokens=config.service.retain_tokens
+            self,
+            self._text_loader(config),
+            retain_s=config.service.retain_s,
+            retain_tokens=config.service.retain_tokens,
         )
         self.metrics = Metrics(self._observe_from_elsewhere)
         self.front_end.on_end = lambda stream: self.metrics.generation_ended(stream, self.now_us())
@@ -104,17 +125,30 @@ class DriverHost:
             self._end_metrics = self.metrics.serve(service.host, service.metrics_port)
         await self._serve(tries=BIND_TRIES if restarted else 1)
         self._tasks = [self._task(self._loop()), self._task(self._tick()), self._task(self._watch_health())]
-        await self._crew.adopt()
+        if self._store is not None:
+            await self._recall(self._store, restarted)
+        adopted = await self._crew.adopt()
         await self._quiet.wait()  # the loop has taken in what was adopted
         self._settled.set()
-        self._scaler = Scaler(self._config.workers.scaling, self._crew.wanted, self.now_us())
-        self._crew.fill()
-        self._tasks.append(self._task(self._scale()))
+        count = adopted if restarted else self._config.first_workers
+        self.post(Scale(at_us=self.now_us(), scaling=self._scaling, count=count))
+        self._tasks.append(self._task(self._watch_nodes()))
+
+    async def _recall(self, store: RevisionStore, restarted: bool) -> None:
+        """Go on with the settings that an earlier driver was updated to."""
+        if not restarted:
+            await store.save(b"")
+        elif kept := await store.load():
+            self._revisions.restore(kept)
+            current = self._revisions.current
+            self._crew.learn(current, self._revisions[current].runtime)
+            await self.front_end.prepare(current, self._text_loader(self._revisions[current]))
+            self.post(UpdateWorkers(at_us=self.now_us(), revision=current, tried=True))
 
     async def wait_ready(self) -> None:
         """Until as many workers as configured can take work. Raises what kept the first one from starting."""
         await self.front_end.text()
-        await self._crew.wait_ready()
+        await self._crew.wait_ready(self._config.first_workers)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """End the service: clients first, then the loop, then the workers."""
@@ -145,27 +179,53 @@ class DriverHost:
     async def settled(self) -> None:
         await self._settled.wait()
 
-    def drain(self, worker: WorkerId) -> None:
-        """Take the worker out of service without hurting a stream. Raises `UnknownId` when no such one is ready."""
-        if not self._crew.drain(worker, "an operator asked for it"):
+    async def drain(self, worker: WorkerId) -> None:
+        """Take the worker out of service without hurting a stream; returns when its process is gone.
+
+        Raises `UnknownId` when no such worker is ready. Goes on if nobody waits any more.
+        """
+        member = self._crew.drain(worker, "an operator asked for it")
+        if member is None:
             raise UnknownId(f"no worker {worker!r} is ready")
+        await member.ended.wait()
 
     def scale(self, least: int, most: int) -> None:
         """Keep between so many workers from now on. Raises `BadConfig`."""
-        config = replace(self._config.workers.scaling, min_workers=least, max_workers=most)
-        self._scaler = Scaler(config, self._crew.wanted, self.now_us())
-        self._crew.scale(self._scaler.wanted(self._load()), victims(self._control.status().workers))
+        self._scaling = replace(self._scaling, min_workers=least, max_workers=most)
+        self.post(Scale(at_us=self.now_us(), scaling=self._scaling, count=self._crew.ready))
+
+    async def update(self, settings: Mapping[str, str], surge: bool) -> int:
+        """Replace every worker by one with these settings; returns the new revision when the last old one is gone.
+
+        Raises `BadConfig` for settings that cannot be, `WrongState` while another update is under way, and `WorkerLost`
+        when no worker starts with them: then nothing has changed. Goes on if nobody waits any more.
+        """
+        if self._update is not None:
+            raise WrongState("an update is under way")
+        revision = self._revisions.propose(settings)
+        self._update = asyncio.get_running_loop().create_future()
+        try:
+            await self.front_end.prepare(revision, self._text_loader(self._revisions[revision]))
+        except BatchingError:
+            self._update = None
+            raise
+        self._crew.learn(revision, self._revisions[revision].runtime)
+        self.post(UpdateWorkers(at_us=self.now_us(), revision=revision, surge=surge))
+        await asyncio.shield(self._update)
+        return revision
 
     async def model(self) -> ServedModel:
-        self._callers += 1
+        self._count_callers(1)
         try:
-            capability = await self._crew.capability()
+            first = await self._crew.capability()
         finally:
-            self._callers -= 1
-        text = await self.front_end.text()
+            self._count_callers(-1)
+        fingerprint = self._control.fingerprint or first.fingerprint
+        capability, revision = self._models.get(fingerprint, (first, self._revisions.current))
+        text = await self.front_end.text(fingerprint)
         limit = self._config.planner.max_session_tokens
         return ServedModel(
-            name=self._config.model,
+            name=self._revisions[revision].model,
             fingerprint=capability.fingerprint,
             vocab_size=capability.vocab_size,
             context_tokens=min(capability.max_session_tokens, limit or capability.max_session_tokens),
@@ -173,6 +233,12 @@ class DriverHost:
             has_chat_template=text is not None and text.tokenizer.has_chat_template,
             architecture="" if text is None else text.architecture,
         )
+
+    def _count_callers(self, change: int) -> None:
+        """Calls that wait for the first worker there ever was are a reason to start one."""
+        self._callers += change
+        if self._control.fingerprint is None:
+            self.post(CallersWait(at_us=self.now_us(), count=self._callers))
 
     # --- the loop ---
 
@@ -184,6 +250,8 @@ class DriverHost:
             deliveries: list[Deliver] = []
             while self._events:
                 event = self._events.popleft()
+                if isinstance(event, WorkerJoined):
+                    self._joins(event)
                 for instruction in self._control.handle(event):
                     self._carry_out(instruction, deliveries)
                 if isinstance(event, WorkerGone):
@@ -203,6 +271,12 @@ class DriverHost:
                 self._crew.lost(worker, incarnation, cause)
             case ReleaseWorker(worker=worker):
                 self._crew.released(worker)
+            case StartWorker(worker=worker, revision=revision):
+                self._crew.begin(worker, revision)
+            case DrainBegun(worker=worker, cause=cause):
+                self._crew.drains(worker, cause)
+            case UpdateEnded():
+                self._update_ended(instruction)
             case Restored():
                 self.front_end.restore(instruction)
             case SessionAnswer():
@@ -217,28 +291,41 @@ class DriverHost:
             self.post(Tick(at_us=now))
             self.front_end.tick(now)
 
-    async def _scale(self) -> None:
-        while True:
-            await asyncio.sleep(SCALE_S)
-            await self._crew.drain_leaving()
-            wanted = self._scaler.wanted(self._load())
-            if wanted != self._crew.wanted:
-                log.info("%d workers are wanted, not %d", wanted, self._crew.wanted)
-                self._crew.scale(wanted, victims(self._control.status().workers))
+    def _joins(self, event: WorkerJoined) -> None:
+        """Before `Control` hears of it: what it says next may need the model's text."""
+        fingerprint, revision = event.capability.fingerprint, event.revision
+        newest = max(revision, self._models[fingerprint][1]) if fingerprint in self._models else revision
+        if newest in self._revisions:
+            self._models[fingerprint] = (event.capability, newest)
+            self.front_end.learn(fingerprint, newest)
+        if revision > self._revisions.current and revision in self._revisions:
+            self._keep(revision)
 
-    def _load(self) -> Load:
-        status, known = self._control.status(), self._crew.known
-        return Load(
-            at_us=self.now_us(),
-            ready=self._crew.ready,
-            starting=self._crew.starting,
-            generations=status.running + status.waiting + self._callers,
-            waiting_tokens=status.waiting_tokens,
-            cells_used=sum(worker.cells_used for worker in status.workers),
-            cells_per_worker=0 if known is None else known.usable_cells,
-            wait_us=status.wait_us,
-            start_us=self._crew.start_us,
-        )
+    def _keep(self, revision: int) -> None:
+        """From now on a restarted driver goes on with this revision."""
+        self._revisions.current = revision
+        if self._store is not None:
+            self._tasks.append(self._task(self._store.save(self._revisions.encode(revision))))
+
+    def _update_ended(self, ended: UpdateEnded) -> None:
+        if ended.error is None:
+            log.info("every worker has the settings of revision %d", ended.revision)
+            if self._revisions.current < ended.revision:
+                self._keep(ended.revision)  # there was no worker to bring it
+        else:
+            log.error("the update to revision %d is taken back: %s", ended.revision, ended.error)
+        waiting, self._update = self._update, None
+        if waiting is not None and not waiting.done():
+            if ended.error is None:
+                waiting.set_result(None)
+            else:
+                waiting.set_exception(WorkerLost(ended.error))
+                waiting.exception()  # nobody may be waiting any more
+
+    async def _watch_nodes(self) -> None:
+        while True:
+            await self._crew.drain_leaving()
+            await asyncio.sleep(NODES_S)
 
     async def _watch_health(self) -> None:
         """Serving means: a worker can take work, or the service may be without any and a call will start one.
@@ -247,7 +334,7 @@ class DriverHost:
         """
         shown = None
         while True:
-            serving = self._crew.ready > 0 or (self._settled.is_set() and self._scaler.least == 0)
+            serving = self._crew.ready > 0 or (self._settled.is_set() and not self._scaling.min_workers)
             if serving is not shown:
                 shown = serving
                 status = (
@@ -273,7 +360,11 @@ class DriverHost:
             )
             rpc.add_GenerationServicer_to_server(self.front_end, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            reflection.enable_server_reflection((GENERATION, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            names = [GENERATION, health.SERVICE_NAME, reflection.SERVICE_NAME]
+            if service.admin:
+                admin_rpc.add_AdminServicer_to_server(Admin(self), server)
+                names.append(ADMIN)
+            reflection.enable_server_reflection(names, server)
             try:
                 self.port = server.add_insecure_port(f"{service.host}:{service.port}")
             except RuntimeError as error:
@@ -285,10 +376,10 @@ class DriverHost:
             self._server = server
             return
 
-    def _text_loader(self) -> Callable[[], ModelText] | None:
+    def _text_loader(self, config: ServiceConfig) -> Callable[[], ModelText] | None:
         """Our own executor needs a checkpoint; another one's model may be no file at all, and has no text then."""
-        model = self._config.runtime.model
-        if self._config.workers.executor != DEFAULT_EXECUTOR and not Path(model).exists():
+        model = config.runtime.model
+        if config.workers.executor != DEFAULT_EXECUTOR and not Path(model).exists():
             return None
         return lambda: load_model_text(model)
 

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -68,7 +68,9 @@ class FrontEnd(rpc.GenerationServicer):
         self._host = host
         self._encoders = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
         self._decoder = ThreadPoolExecutor(1, "detokenize")  # one thread: a stream's pieces stay in order
-        self._loading = None if load_text is None else self._decoder.submit(load_text)
+        # The text side by revision of the service's settings, and the newest revision that brought each model.
+        self._texts = {0: None if load_text is None else self._decoder.submit(load_text)}
+        self._revisions: dict[str, int] = {}
         self.streams = Streams(int(retain_s * 1e6), retain_tokens)
         self.text_us = 0  # spent decoding text, all streams
         self.on_end: Callable[[Stream], None] = lambda stream: None
@@ -77,11 +79,30 @@ class FrontEnd(rpc.GenerationServicer):
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self._decoder.shutdown(wait=False, cancel_futures=True)
 
-    async def text(self) -> ModelText | None:
-        """The text side, once it is loaded. None: there is none. Raises what loading raised."""
-        if self._loading is None:
+    async def text(self, fingerprint: str = "") -> ModelText | None:
+        """A model's text side, once it is loaded. None: it has none. Raises what loading raised.
+
+        One that no worker has brought yet is taken for the newest.
+        """
+        loading = self._loading_of(fingerprint)
+        if loading is None:
             return None
-        return await asyncio.wrap_future(self._loading)
+        return await asyncio.wrap_future(loading)
+
+    async def prepare(self, revision: int, load_text: Callable[[], ModelText] | None) -> None:
+        """Load the text side of what `revision` will bring. Raises what loading raises, with nothing changed."""
+        loading = None if load_text is None else self._encoders.submit(load_text)
+        if loading is not None:
+            await asyncio.wrap_future(loading)
+        self._texts[revision] = loading
+
+    def learn(self, fingerprint: str, revision: int) -> None:
+        """A worker of `revision` brings this model."""
+        self._revisions[fingerprint] = max(revision, self._revisions.get(fingerprint, 0))
+
+    def _loading_of(self, fingerprint: str) -> "Future[ModelText] | None":
+        newest = max(self._texts)
+        return self._texts.get(self._revisions.get(fingerprint, newest), self._texts[newest])
 
     # --- from the driver ---
 
@@ -92,11 +113,12 @@ class FrontEnd(rpc.GenerationServicer):
             return
         for stream, d in known:
             stream.expected = d.offset + len(d.tokens)
-        if self._loading is None:
-            self._arrived([(stream, d, [""] * len(d.tokens), "") for stream, d in known])
-            return
-        loop = asyncio.get_running_loop()
-        self._decoder.submit(self._decode, known, loop)
+        silent = [(stream, d) for stream, d in known if stream.source is None]
+        if silent:
+            self._arrived([(stream, d, [""] * len(d.tokens), "") for stream, d in silent])
+            known = [(stream, d) for stream, d in known if stream.source is not None]
+        if known:
+            self._decoder.submit(self._decode, known, asyncio.get_running_loop())
 
     def restore(self, restored: Restored) -> None:
         """A generation of an earlier driver goes on. Whoever it was for has lost the stream, and may resume it."""
@@ -109,6 +131,7 @@ class FrontEnd(rpc.GenerationServicer):
             resumable=True,  # whether it was is not known any more
             created_us=now,
         )
+        stream.source = self._loading_of(restored.fingerprint)
         stream.unclaimed_until_us = now + int(UNCLAIMED_S * 1e6)
         self.streams.add(stream)
 
@@ -123,11 +146,10 @@ class FrontEnd(rpc.GenerationServicer):
     def _decode(self, deliveries: list[tuple[Stream, Deliver]], loop: asyncio.AbstractEventLoop) -> None:
         """On the text thread."""
         begin = time.perf_counter_ns()
-        assert self._loading is not None
-        tokenizer = self._loading.result().tokenizer
         for stream, _ in deliveries:
             if stream.text is None and not stream.ended:
-                stream.text = tokenizer.stream(stream.context)
+                assert stream.source is not None
+                stream.text = stream.source.result().tokenizer.stream(stream.context)
         arrived = [(stream, d, *decode(stream.text, d)) for stream, d in deliveries]
         spent_us = (time.perf_counter_ns() - begin) // 1000
         loop.call_soon_threadsafe(self._arrived, arrived, spent_us)
@@ -202,7 +224,7 @@ class FrontEnd(rpc.GenerationServicer):
         await self._host.settled()
         model = await self._host.model()
         check_numbers(request, model)
-        prompt = await self._prompt(request)
+        prompt = await self._prompt(request, model)
         check_prompt(prompt, model)
         generation = GenerationId(request.generation_id or secrets.token_hex(16))
         if generation in self.streams:  # after the last wait: two calls cannot both pass
@@ -220,15 +242,24 @@ class FrontEnd(rpc.GenerationServicer):
             resumable=request.resumable,
             created_us=now,
         )
+        stream.source = self._loading_of(model.fingerprint)
         self.streams.add(stream)
-        self._host.post(Submit(at_us=now, generation=generation, prompt=tuple(prompt), options=options))
+        self._host.post(
+            Submit(
+                at_us=now,
+                generation=generation,
+                prompt=tuple(prompt),
+                options=options,
+                fingerprint=model.fingerprint,
+            )
+        )
         return stream
 
-    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
+    async def _prompt(self, request: pb.GenerateRequest, model: ServedModel) -> Sequence[int]:
         prompt = text_prompt(request)
         if prompt is None:
             return request.token_ids.ids
-        text = await self.text()
+        text = await self.text(model.fingerprint)
         if text is None:
             raise BadInput("this service has no tokenizer: the prompt must be token ids")
         loop = asyncio.get_running_loop()

@@ -109,6 +109,7 @@ class WorkerSpec:
     link: LinkSettings = field(default_factory=LinkSettings)
     hang_timeout_s: float = 30.0  # healthy means: a step, or an idle probe, finished within this
     orphan_timeout_s: float = 60.0  # without a driver's stream or call for this long, the process ends itself
+    revision: int = 0  # of the settings; handed back in the endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +121,4 @@ class WorkerEndpoint:
     incarnation: Incarnation
     pid: int
     device: str
+    revision: int = 0  # of the settings it was started with

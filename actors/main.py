@@ -7,7 +7,7 @@ import sys
 
 import ray
 
-from microtome.actors.cluster import RayWorkers
+from microtome.actors.cluster import RaySettings, RayWorkers
 from microtome.actors.config import ServiceConfig
 from microtome.actors.driver import DriverHost
 from microtome.planner.errors import BadConfig
@@ -33,6 +33,7 @@ class DriverActor:
             RayWorkers(config, secret),
             failed=lambda error: os._exit(BROKEN),
             ray_address=context.gcs_address,
+            store=RaySettings(config),
         )
         try:
             await self._host.start(restarted=restarted)
@@ -60,7 +61,7 @@ class DriverActor:
 
     async def drain(self, worker: WorkerId) -> None:
         """Raises `UnknownId` when no such worker is ready."""
-        self._host.drain(worker)
+        await self._host.drain(worker)
 
     async def scale(self, least: int, most: int) -> None:
         """Raises `BadConfig`."""

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._private.state import actors, available_resources_per_node, state, total_resources_per_node
+from ray.experimental import internal_kv
 from ray.util.placement_group import PlacementGroup
 
 
@@ -44,6 +45,20 @@ def draining_nodes() -> Mapping[str, int]:
 def placement_group_by_id(group_id: str) -> PlacementGroup:
     """A handle made from the hex id of `placement_group_table`, which public calls give by name and namespace only."""
     return PlacementGroup(ray._raylet.PlacementGroupID(bytes.fromhex(group_id)))
+
+
+def keep(key: str, value: bytes) -> None:
+    """Keep bytes with the cluster's head, under one key, until they are forgotten or the cluster ends."""
+    internal_kv._internal_kv_put(key.encode(), value, overwrite=True)
+
+
+def kept(key: str) -> bytes:
+    """What was kept; empty: nothing."""
+    return internal_kv._internal_kv_get(key.encode()) or b""
+
+
+def forget(key: str) -> None:
+    internal_kv._internal_kv_del(key.encode())
 
 
 def binds_to_loopback() -> bool:

@@ -9,8 +9,9 @@ import asyncio
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
-from microtome.actors.text import TextStream
+from microtome.actors.text import ModelText, TextStream
 from microtome.planner.errors import BadInput, BatchingError
 from microtome.planner.types import FinishReason, GenerationId, Usage
 from microtome.v1 import generation_pb2 as pb
@@ -39,6 +40,7 @@ class Stream:
         self.seed = seed
         self.prompt_tokens = prompt_tokens
         self.context = context  # the prompt's last tokens: text depends on what came before it
+        self.source: Future[ModelText] | None = None  # the text side of its model; None: it has no text
         self.text: TextStream | None = None  # the text thread's alone
         self.resumable = resumable
         self.created_us = created_us

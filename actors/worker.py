@@ -116,6 +116,7 @@ class WorkerProcess:
             incarnation=runner.capability.incarnation,
             pid=os.getpid(),
             device=runner.capability.device,
+            revision=spec.revision,
         )
         self._hear()
         self._watching = asyncio.create_task(self._watch(runner, service, health, serving.set))

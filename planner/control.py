@@ -143,9 +143,9 @@ class Control:
             case Scale():
                 self._fleet.scale(event.scaling, event.count, self._now)
             case CallersWait():
-                self._fleet.callers = event.count
+                self._fleet.callers = event.count if self._served.fingerprint is None else 0
             case UpdateWorkers():
-                self._fleet.update(event.revision, event.surge)
+                self._fleet.update(event.revision, event.surge, event.tried)
             case OpenSession() | CloneSession() | RewindSession() | CloseSession():
                 self._answer_session(event)
             case _:
@@ -156,6 +156,11 @@ class Control:
         return self._out
 
     # --- reading ---
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the model that is served; None while no worker has ever joined."""
+        return self._served.fingerprint
 
     def status(self) -> ControlStatus:
         """A snapshot, consistent in itself."""
@@ -576,6 +581,7 @@ class Control:
             self._replace_model(served, event.revision)
         served.fingerprint, served.vocab_size = capability.fingerprint, capability.vocab_size
         served.revision = max(served.revision, event.revision)
+        served.cells = capability.usable_cells
         w.revision, w.joined_us = event.revision, self._now
         w.quiet_since_us = self._now
         self._fleet.joined(w.id, event.revision, self._now)
@@ -660,6 +666,7 @@ class Control:
         incarnation = event.capability.incarnation
         self._fence(incarnation)
         self._out.append(GiveUpWorker(worker=event.worker, incarnation=incarnation, cause=cause))
+        self._out += self._fleet.start_failed(event.worker, cause, self._now)
 
     def _check_again(self, g: Generation) -> None:
         """Submitted before any worker was there: now its numbers can be checked."""
@@ -747,9 +754,7 @@ class Control:
 
     def _load(self) -> Load:
         staying = [w for w in self._workers.values() if not w.draining]
-        cells = [w.capability.usable_cells for w in staying] or [
-            w.capability.usable_cells for w in self._workers.values()
-        ]
+        cells = [w.capability.usable_cells for w in staying]
         return Load(
             at_us=self._now,
             ready=len(staying),
@@ -757,7 +762,7 @@ class Control:
             generations=len(self._generations) + self._fleet.callers,
             waiting_tokens=self._line.tokens,
             cells_used=sum(w.table.used_cells - w.cells_cached for w in self._workers.values()),
-            cells_per_worker=min(cells, default=0),
+            cells_per_worker=min(cells, default=self._served.cells),
             wait_us=self._forecast(self._line.tokens, 0),
             start_us=self._fleet.start_us,
         )

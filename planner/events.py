@@ -99,12 +99,14 @@ class CallersWait:
 class UpdateWorkers:
     """Put a worker with the settings of `revision` in the place of each one with older settings.
 
-    `surge`: the new one first, then the old one drains; else the old one's place is given up first.
+    `surge`: the new one first, then the old one drains; else the old one's place is given up first. `tried`: workers
+    have run with these settings before, so it is not taken back when the first one fails to start.
     """
 
     at_us: int
     revision: int
     surge: bool = True
+    tried: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ class Fleet:
         start = self.starting.pop(worker, None)
         if start is not None:
             self.start_us = now_us - start.asked_us
-        self._failures = 0
+        self._failures = self.callers = 0
         self._last_number = max(self._last_number, _number(worker))
         if revision > self.revision:  # an update that an earlier driver began
             self.revision, self._before, self.updating = revision, None, True
@@ -89,10 +89,13 @@ class Fleet:
         self._failed(now_us)
         return []
 
-    def update(self, revision: int, surge: bool) -> None:
+    def update(self, revision: int, surge: bool, tried: bool) -> None:
         """A second update before the first has ended takes its place."""
         if revision > self.revision:
-            self._before = self.revision if self._before is None else self._before
+            if tried:
+                self._before = None
+            elif self._before is None:
+                self._before = self.revision
             self.revision, self._surge, self.updating = revision, surge, True
             self._failures, self._not_before_us = 0, 0
 

@@ -8,12 +8,9 @@ gone before a new worker could help. It falls by one worker at a time, after the
 during `idle_s`. So a load that swings around a threshold moves nothing.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from microtome.planner.errors import BadConfig
-from microtome.planner.status import WorkerStatus
-from microtome.planner.types import WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +111,6 @@ class Scaler:
 
     def _change(self, workers: int, at_us: int) -> None:
         self._wanted, self._changed_us, self._fewer_since_us = workers, at_us, None
-
-
-def victims(workers: Sequence[WorkerStatus]) -> list[WorkerId]:
-    """Who may go, the one with the least to move first. Those that drain already are not asked again."""
-    staying = [worker for worker in workers if not worker.draining]
-    return [w.worker for w in sorted(staying, key=lambda w: (w.running, w.cells_used, w.cells_cached))]
 
 
 def _ceil(a: int, b: int) -> int:

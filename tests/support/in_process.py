@@ -4,13 +4,14 @@ Workers run the fake executor unless the configuration names another. `InProcess
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
 
 from microtome.actors.config import ServiceConfig, read_config
+from microtome.actors.crew import StartOrder
 from microtome.actors.driver import DriverHost
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
 from microtome.actors.worker import WorkerProcess
@@ -44,23 +45,24 @@ class InProcessWorkers:
         self._ended: dict[WorkerId, Callable[[str], None]] = {}
         self.started: list[WorkerId] = []
         self.ended: list[WorkerId] = []
-        self.places_taken: set[WorkerId] = set()  # the test says whose
+        self.places_taken: set[WorkerId] = set()  # the test says whose, and how soon
+        self.places_taken_in_s: float | None = None
 
-    async def start(
-        self, worker: WorkerId, ended: Callable[[str], None], waits: Callable[[str], None]
-    ) -> WorkerEndpoint:
-        config = self._config
+    async def start(self, order: StartOrder) -> WorkerEndpoint:
+        config, worker = self._config, order.worker
+        order.placed()
         spec = WorkerSpec(
             worker=worker,
             secret=SECRET,
-            runtime=config.runtime,
+            runtime=order.runtime,
+            revision=order.revision,
             executor=config.workers.executor,
             link=config.link,
             hang_timeout_s=config.workers.hang_timeout_s,
             orphan_timeout_s=config.workers.orphan_timeout_s,
         )
         process = WorkerProcess(spec, lambda cause: self._ended[worker](cause))
-        self.processes[worker], self._ended[worker] = process, ended
+        self.processes[worker], self._ended[worker] = process, order.ended
         self.started.append(worker)
         try:
             return await process.start()
@@ -74,8 +76,8 @@ class InProcessWorkers:
             self._ended[worker] = lambda cause, worker=worker: ended(worker, cause)
         return [process.endpoint for process in self.processes.values() if process.endpoint is not None]
 
-    async def leaving(self) -> Collection[WorkerId]:
-        return self.places_taken
+    async def leaving(self) -> Mapping[WorkerId, float | None]:
+        return dict.fromkeys(self.places_taken, self.places_taken_in_s)
 
     async def end(self, worker: WorkerId) -> None:
         process = self.processes.pop(worker, None)

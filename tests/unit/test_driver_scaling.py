@@ -22,7 +22,7 @@ async def test_drained_worker_leaves_when_its_sessions_have_moved_and_another_ta
         prompts = [[n + 1, 5] for n in range(10)]
         running = [asyncio.create_task(collect(service.stub, request(p, max_new_tokens=150))) for p in prompts]
         await status_when(service.stub, lambda status: status.counters.output_tokens >= 100)
-        service.host.drain(WorkerId("worker-1"))
+        drained = asyncio.create_task(service.host.drain(WorkerId("worker-1")))
         status = await status_when(service.stub, lambda status: states(status)["worker-1"] == "lost")
         assert status.workers[0].cause == "drained: an operator asked for it"
         for prompt, task in zip(prompts, running, strict=True):
@@ -30,14 +30,16 @@ async def test_drained_worker_leaves_when_its_sessions_have_moved_and_another_ta
         status = await until_idle(service.stub)
         assert service.workers.ended == ["worker-1"]
         assert states(status) == {"worker-1": "lost", "worker-2": "ready", "worker-3": "ready"}
+        await drained
 
 
 async def test_only_worker_is_drained_after_its_successor_has_come() -> None:
     async with in_process(fake_config("fake:step_ms=3")) as service:
         running = asyncio.create_task(collect(service.stub, request([3], max_new_tokens=150)))
         await status_when(service.stub, lambda status: status.counters.output_tokens >= 20)
-        service.host.drain(WorkerId("worker-1"))
+        drained = asyncio.create_task(service.host.drain(WorkerId("worker-1")))
         assert tokens_of(await running) == undisturbed([3], 150)
+        await drained
         status = await status_when(service.stub, lambda status: states(status)["worker-1"] == "lost")
         assert states(status)["worker-2"] == "ready"
 

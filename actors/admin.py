@@ -1,0 +1,55 @@
+"""What an operator asks of a running service: the `Admin` service. Translates and waits; decides nothing."""
+
+from collections.abc import Mapping
+from typing import NoReturn, Protocol
+
+import grpc.aio
+
+from microtome.actors.status import status_of
+from microtome.planner.errors import BadConfig, BatchingError
+from microtome.planner.types import WorkerId
+from microtome.v1 import admin_pb2 as pb
+from microtome.v1 import admin_pb2_grpc as rpc
+
+ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+
+
+class Host(Protocol):
+    """What is asked of the driver. See `DriverHost`."""
+
+    async def drain(self, worker: WorkerId) -> None: ...
+
+    async def update(self, settings: Mapping[str, str], surge: bool) -> int: ...
+
+
+DrainContext = grpc.aio.ServicerContext[pb.DrainWorkerRequest, pb.DrainWorkerResponse]
+UpdateContext = grpc.aio.ServicerContext[pb.UpdateRequest, pb.UpdateResponse]
+
+
+class Admin(rpc.AdminServicer):
+    """The `Admin` service, on the driver's event loop."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: DrainContext) -> pb.DrainWorkerResponse:
+        try:
+            await self._host.drain(WorkerId(request.worker))
+        except BatchingError as error:
+            await _abort(context, error)
+        return pb.DrainWorkerResponse()
+
+    async def Update(self, request: pb.UpdateRequest, context: UpdateContext) -> pb.UpdateResponse:
+        try:
+            if not request.settings:
+                raise BadConfig("no setting is given: an update changes one or more")
+            revision = await self._host.update(dict(request.settings), surge=not request.drain_first)
+        except BatchingError as error:
+            await _abort(context, error)
+        return pb.UpdateResponse(revision=revision)
+
+
+async def _abort(context: DrainContext | UpdateContext, error: BatchingError) -> NoReturn:
+    status = status_of(error)
+    await context.abort(status.code, status.details, status.trailing)
+    raise AssertionError("abort has raised")
