@@ -53,6 +53,11 @@ class Fleet:
     def active(self) -> bool:
         return self._scaler is not None
 
+    @property
+    def loading(self) -> int:
+        """Workers that were asked for and have their place."""
+        return sum(start.placed for start in self.starting.values())
+
     # --- what happens ---
 
     def scale(self, config: ScalingConfig, count: int, now_us: int) -> None:

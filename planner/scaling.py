@@ -42,7 +42,7 @@ class Load:
 
     at_us: int
     ready: int  # workers that can take work
-    starting: int
+    starting: int  # workers that have their place and load
     generations: int  # running and waiting, and calls that wait for a first worker
     waiting_tokens: int  # of prompts in line
     cells_used: int  # by sessions, all workers

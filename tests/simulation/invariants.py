@@ -97,12 +97,13 @@ def check_steps(w: WorkerPlan, plan_ahead: int) -> None:
 
 def check_generations(control: Control) -> None:
     """Every generation is in exactly one place."""
-    in_line = [g.id for g in control._line.in_order()]
+    lines = [served.line for served in (control._served, *control._replaced)]
+    in_line = [g.id for line in lines for g in line.in_order()]
     assert len(in_line) == len(set(in_line)), "a generation stands in line twice"
     waiting = sum(g.state in (State.WAITING, State.SETTLING) for g in control._generations.values())
-    assert control._line.waiting == waiting, "those that wait are counted wrong"
+    assert sum(line.waiting for line in lines) == waiting, "those that wait are counted wrong"
     placeless = sum(g.state is not State.RUNNING for g in control._generations.values())
-    assert len(control._line) == placeless, "those without a place are counted wrong"
+    assert sum(len(line) for line in lines) == placeless, "those without a place are counted wrong"
     for name, g in control._generations.items():
         r = g.session.resident
         placed = r is not None and r.generation is g
@@ -124,6 +125,9 @@ def check_generations(control: Control) -> None:
             case State.ENDED:
                 raise AssertionError(f"generation {name} has ended and is remembered")
         assert g.session.generation is g
+        assert g.session.model in (control._served, *control._replaced), "its model is forgotten"
+        worker = control._workers.get(r.worker) if placed and r is not None else None
+        assert worker is None or worker.served is g.session.model, f"generation {name} runs on another model"
         assert len(g.session.transcript) == g.generated_from + g.delivered
 
 

@@ -90,6 +90,7 @@ class FakeExecutor:
         vocab_size: int = 1000,
         step_s: float = 0.0,
         model: str = "fake",
+        fingerprint: str = "fa4e",
         fail_at: int | None = None,
         refuse_at: int | None = None,
         die_at: int | None = None,
@@ -100,7 +101,7 @@ class FakeExecutor:
             device="cpu",
             device_uuid="",
             model=model,
-            fingerprint="fa4e" * 16,
+            fingerprint=fingerprint * 16,
             vocab_size=vocab_size,
             usable_cells=usable_cells,
             scratch_cell=Cell(usable_cells),
@@ -395,6 +396,7 @@ def build_executor(options: object) -> FakeExecutor:
     script = {key: int(settings.pop(key)) for key in ("fail_at", "refuse_at", "die_at") if key in settings}
     step_s = float(settings.pop("step_ms", "0")) / 1000
     vocab_size = int(settings.pop("vocab", "1000"))
+    fingerprint = settings.pop("fingerprint", "fa4e")  # the first four digits; another model has others
     if settings:
         raise BadConfig(f"model {model!r} has unknown settings: {', '.join(sorted(settings))}")
     widths = getattr(options, "widths", None) or (1, 2, 4, 8, 16, 32)
@@ -407,5 +409,6 @@ def build_executor(options: object) -> FakeExecutor:
         vocab_size=vocab_size,
         step_s=step_s,
         model=model,
+        fingerprint=fingerprint,
         **script,
     )
