@@ -758,7 +758,7 @@ class Control:
         return Load(
             at_us=self._now,
             ready=len(staying),
-            starting=len(self._fleet.starting),
+            starting=self._fleet.loading,
             generations=len(self._generations) + self._fleet.callers,
             waiting_tokens=self._line.tokens,
             cells_used=sum(w.table.used_cells - w.cells_cached for w in self._workers.values()),
