@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -19,6 +20,7 @@ from microtome.actors.requests import (
     ServedModel,
     check_numbers,
     check_prompt,
+    finished_before,
     generation_options,
     text_prompt,
 )
@@ -27,7 +29,7 @@ from microtome.actors.streams import Listener, Stream, Streams
 from microtome.actors.text import CONTEXT_TOKENS, ModelText, TextStream
 from microtome.planner.errors import BadInput, BatchingError, UnknownId
 from microtome.planner.events import Cancel, Deliver, Event, Restored, Submit
-from microtome.planner.types import FinishReason, GenerationId
+from microtome.planner.types import FinishReason, GenerationId, Usage
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
 
@@ -111,6 +113,10 @@ class FrontEnd(rpc.GenerationServicer):
         known = [(stream, d) for d in deliveries if (stream := self.streams.find_running(d.generation)) is not None]
         if not known:
             return
+        self._pass_on([(stream, shifted(d, stream) if stream.base else d) for stream, d in known])
+
+    def _pass_on(self, known: list[tuple[Stream, Deliver]]) -> None:
+        """Through the text thread, where there is text; offsets are the caller's."""
         for stream, d in known:
             stream.expected = d.offset + len(d.tokens)
         silent = [(stream, d) for stream, d in known if stream.source is None]
@@ -122,18 +128,26 @@ class FrontEnd(rpc.GenerationServicer):
 
     def restore(self, restored: Restored) -> None:
         """A generation of an earlier driver goes on. Whoever it was for has lost the stream, and may resume it."""
-        now = self._host.now_us()
+        now, before = self._host.now_us(), restored.options.delivered_before
+        prompt_tokens = len(restored.prompt) - before
         stream = Stream(
             restored.generation,
             seed=restored.options.sampling.seed,
-            prompt_tokens=len(restored.prompt),
-            context=restored.prompt[-CONTEXT_TOKENS:],
+            prompt_tokens=prompt_tokens,
+            context=restored.prompt[max(0, prompt_tokens - CONTEXT_TOKENS) : prompt_tokens],
             resumable=True,  # whether it was is not known any more
             created_us=now,
+            base=before,
         )
         stream.source = self._loading_of(restored.fingerprint)
         stream.unclaimed_until_us = now + int(UNCLAIMED_S * 1e6)
         self.streams.add(stream)
+        self._begin_with(stream, restored.prompt[prompt_tokens:])
+
+    def _begin_with(self, stream: Stream, generated: tuple[int, ...]) -> None:
+        """The stream has these tokens from the start."""
+        if generated:
+            self._pass_on([(stream, Deliver(generation=stream.generation, offset=0, tokens=generated))])
 
     def tick(self, now_us: int) -> None:
         """Forget what nobody will ask for, and cancel what nobody has resumed."""
@@ -176,7 +190,7 @@ class FrontEnd(rpc.GenerationServicer):
             stream = await self._submit(request, context)
         except BatchingError as error:
             await _abort(context, error)
-        await self._follow(stream, stream.listen(0), context)
+        await self._follow(stream, stream.listen(stream.base), context)
 
     async def Resume(self, request: pb.ResumeRequest, context: GenerateContext) -> None:
         await self._host.settled()
@@ -225,6 +239,7 @@ class FrontEnd(rpc.GenerationServicer):
         model = await self._host.model()
         check_numbers(request, model)
         prompt = await self._prompt(request, model)
+        generated = tuple(request.generated_token_ids)
         check_prompt(prompt, model)
         generation = GenerationId(request.generation_id or secrets.token_hex(16))
         if generation in self.streams:  # after the last wait: two calls cannot both pass
@@ -241,14 +256,20 @@ class FrontEnd(rpc.GenerationServicer):
             context=tuple(prompt[-CONTEXT_TOKENS:]),
             resumable=request.resumable,
             created_us=now,
+            base=len(generated),
         )
         stream.source = self._loading_of(model.fingerprint)
         self.streams.add(stream)
+        self._begin_with(stream, generated)
+        if (finish := finished_before(options, generated)) is not None:
+            usage = Usage(prompt_tokens=len(prompt), output_tokens=0)
+            self.deliver([Deliver(generation=generation, offset=0, finish=finish, usage=usage)])
+            return stream
         self._host.post(
             Submit(
                 at_us=now,
                 generation=generation,
-                prompt=tuple(prompt),
+                prompt=(*prompt, *generated),
                 options=options,
                 fingerprint=model.fingerprint,
             )
@@ -283,6 +304,18 @@ class FrontEnd(rpc.GenerationServicer):
 
     def _cancel(self, stream: Stream) -> None:
         self._host.post(Cancel(at_us=self._host.now_us(), generation=stream.generation))
+
+
+def shifted(delivery: Deliver, stream: Stream) -> Deliver:
+    """The delivery as the caller counts: what an earlier call delivered is prompt to `Control` and output to him."""
+    usage = delivery.usage
+    if usage is not None:
+        usage = Usage(
+            prompt_tokens=stream.prompt_tokens,
+            output_tokens=usage.output_tokens + stream.base,
+            cached_tokens=min(usage.cached_tokens, stream.prompt_tokens),
+        )
+    return replace(delivery, offset=delivery.offset + stream.base, usage=usage)
 
 
 def decode(text: TextStream | None, delivery: Deliver) -> tuple[list[str], str]:

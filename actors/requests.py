@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from microtome.actors.text import Message
 from microtome.planner.errors import BadInput
-from microtome.planner.types import GenerationOptions, SamplingParams
+from microtome.planner.types import FinishReason, GenerationOptions, SamplingParams
 from microtome.v1 import generation_pb2 as pb
 
 DEFAULT_NEW_TOKENS = 256
@@ -46,6 +46,9 @@ def check_numbers(request: pb.GenerateRequest, model: ServedModel) -> None:
     if request.HasField("min_p") and not 0 <= request.min_p <= 1:
         raise BadInput(f"min_p {request.min_p:g} is not in 0 to 1")
     _check_ids("stop token", request.stop_token_ids, model)
+    _check_ids("generated token", request.generated_token_ids, model)
+    if request.generated_token_ids and request.temperature and not request.HasField("seed"):
+        raise BadInput("a sampled generation that goes on needs the seed that was in force")
     name = request.generation_id
     if len(name) > LONGEST_ID or not name.isprintable():
         raise BadInput(f"generation id {name[:LONGEST_SHOWN]!r} is not at most {LONGEST_ID} printable characters")
@@ -80,15 +83,30 @@ def check_prompt(prompt: Sequence[int], model: ServedModel) -> None:
     _check_ids("token", prompt, model)
 
 
+def finished_before(options: GenerationOptions, generated: Sequence[int]) -> FinishReason | None:
+    """Why there is nothing to go on with behind what an earlier call has delivered; None: there is."""
+    if generated and generated[-1] in options.stop_token_ids:
+        return FinishReason.STOP
+    return None if options.max_new_tokens > 0 else FinishReason.LENGTH
+
+
 def generation_options(
     request: pb.GenerateRequest, model: ServedModel, prompt_tokens: int, seed: int, deadline_us: int | None
 ) -> GenerationOptions:
-    """What the planner is asked for. The output never goes past the end of the context."""
+    """What the planner is asked for. The output never goes past the end of the context.
+
+    `prompt_tokens` are the caller's own; what was generated already follows them, and counts towards the limit: a
+    `max_new_tokens` of 0 says that none is missing. Raises `BadInput` when more were generated than are asked for.
+    """
     room = model.context_tokens - prompt_tokens
+    before = len(request.generated_token_ids)
     wanted = request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
+    wanted = min(wanted, room)
+    if before > wanted:
+        raise BadInput(f"{before} generated tokens are given, and {wanted} is the limit of this generation")
     end_tokens = () if request.ignore_eos else model.end_token_ids
     return GenerationOptions(
-        max_new_tokens=min(wanted, room),
+        max_new_tokens=wanted - before,
         sampling=SamplingParams(
             temperature=request.temperature,
             top_k=request.top_k,
@@ -100,6 +118,7 @@ def generation_options(
         stop_token_ids=tuple(sorted({*end_tokens, *request.stop_token_ids})),
         priority=request.priority,
         deadline_us=deadline_us,
+        delivered_before=before,
     )
 
 

@@ -35,10 +35,12 @@ class Stream:
         context: tuple[int, ...],
         resumable: bool,
         created_us: int,
+        base: int = 0,
     ) -> None:
         self.generation = generation
         self.seed = seed
         self.prompt_tokens = prompt_tokens
+        self.base = base  # tokens that an earlier call has delivered: `Control` counts from behind them
         self.context = context  # the prompt's last tokens: text depends on what came before it
         self.source: Future[ModelText] | None = None  # the text side of its model; None: it has no text
         self.text: TextStream | None = None  # the text thread's alone

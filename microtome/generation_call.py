@@ -1,7 +1,8 @@
 """What the two clients share of a generation: which message to send next, and what each thing that comes means.
 
 A stream that breaks is gone on with: before its first message by asking again, after it by `Resume` from the tokens
-that have come. So the updates handed on are a generation's tokens, each once and in order, whatever broke in between.
+that have come, and where the service has lost the generation by asking again with those tokens. So the updates handed
+on are a generation's tokens, each once and in order, whatever broke in between.
 Waits for nothing; one thread at a time uses it.
 """
 
@@ -25,7 +26,8 @@ class GenerationCall(Call):
         super().__init__(address, retry, timeout_s)
         self._request = request
         self._offset = request.offset if isinstance(request, pb.ResumeRequest) else 0  # tokens the caller has
-        self._came = 0  # tokens of this call
+        self._tokens: list[int] = []  # of this call
+        self._seed = 0  # the one in force, once a message has come
         self._resuming = isinstance(request, pb.ResumeRequest)
         self._lost: Unavailable | None = None  # what broke the stream we are to go on with
         self.finished = False  # the message with the finish reason has come
@@ -59,7 +61,8 @@ class GenerationCall(Call):
             raise self._lost  # the break itself has cancelled it
         self._failures = 0
         self._offset += len(update.token_ids)
-        self._came += len(update.token_ids)
+        self._tokens += update.token_ids
+        self._seed = message.seed
         self._resuming = True
         self.finished = update.finish_reason is not None
         return update
@@ -69,7 +72,10 @@ class GenerationCall(Call):
         error = self.error_of(failure)
         code = failure.code()
         if self._lost is not None and code is grpc.StatusCode.NOT_FOUND and self._began:
-            raise self._lost  # the generation has ended with its stream, or is kept no longer
+            if isinstance(self._request, pb.ResumeRequest):
+                raise self._lost  # the generation has ended with its stream, or is kept no longer
+            self._start_over_behind_what_came(self._request)
+            return 0.0
         if self._lost is not None and code is grpc.StatusCode.ALREADY_EXISTS and not self._resuming:
             self._resuming = True  # an attempt that seemed lost had arrived
             return 0.0
@@ -89,12 +95,20 @@ class GenerationCall(Call):
         if not self.finished:
             raise ServiceFailed(f"the service at {self._address} ended the stream without a finish reason", "OK")
 
+    def _start_over_behind_what_came(self, request: pb.GenerateRequest) -> None:
+        """The service has lost the generation: what it needs to go on is what was asked, the seed and the tokens."""
+        request.generation_id = uuid.uuid4().hex
+        if self._tokens:
+            request.seed = self._seed
+            request.generated_token_ids[:] = self._tokens
+        self._resuming = False
+
     @property
     def _began(self) -> bool:
         """Whether the generation is known to have existed."""
-        return self._came > 0 or isinstance(self._request, pb.GenerateRequest)
+        return bool(self._tokens) or isinstance(self._request, pb.GenerateRequest)
 
     def _so_far(self) -> str:
-        if not self._came:
+        if not self._tokens:
             return ""
-        return "1 token" if self._came == 1 else f"{self._came} tokens"
+        return "1 token" if len(self._tokens) == 1 else f"{len(self._tokens)} tokens"

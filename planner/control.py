@@ -998,4 +998,5 @@ def _note(g: Generation) -> Note:
         priority=g.options.priority,
         max_new_tokens=g.limit,
         stop_token_ids=g.options.stop_token_ids,
+        delivered_before=g.options.delivered_before,
     )

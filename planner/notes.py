@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from microtome.planner.errors import BadInput
 from microtome.planner.types import GenerationId, GenerationOptions, SamplingParams, SessionId
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class Note:
     priority: int = 0
     max_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    delivered_before: int = 0
     length: int | None = None  # of an idle session: committed tokens; what the sequence has beyond is void
     pending: int | None = None  # of an idle session: the token delivered last, if it was not run
 
@@ -39,6 +40,7 @@ class Note:
             priority=self.priority,
             tenant=self.tenant,
             cache_salt=self.cache_salt,
+            delivered_before=self.delivered_before,
         )
 
 
@@ -55,6 +57,7 @@ def encode_note(note: Note) -> bytes:
             note.priority,
             note.max_new_tokens,
             note.stop_token_ids,
+            note.delivered_before,
         ]
     return json.dumps([_VERSION, session, generation], separators=(",", ":")).encode()
 
@@ -69,7 +72,7 @@ def decode_note(data: bytes) -> Note:
         note = Note(session=number, opened=bool(opened), tenant=tenant, cache_salt=salt, length=length, pending=pending)
         if generation is None:
             return note
-        name, prompt, begin, base, submitted, priority, limit, stop = generation
+        name, prompt, begin, base, submitted, priority, limit, stop, before = generation
     except (ValueError, TypeError) as error:
         raise BadInput(f"a sequence's note is not one of ours: {data[:40]!r}") from error
     return Note(
@@ -85,4 +88,5 @@ def decode_note(data: bytes) -> Note:
         priority=priority,
         max_new_tokens=limit,
         stop_token_ids=tuple(stop),
+        delivered_before=before,
     )

@@ -120,6 +120,7 @@ class GenerationOptions:
     cache_salt: str = ""  # prefixes are shared only under equal salts
     deadline_us: int | None = None  # absolute; None: none
     ttft_target_us: int | None = None  # from submission; None: none
+    delivered_before: int = 0  # of the prompt's last tokens, how many an earlier call has delivered; opaque here
 
 
 @dataclass(frozen=True, slots=True)

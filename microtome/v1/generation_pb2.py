@@ -24,45 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmicrotome/v1/generation.proto\x12\x0cmicrotome.v1\"\xb4\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.microtome.v1.ChatH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.microtome.v1.TokenIdsH\x00\x12\x1b\n\x0emax_new_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x15\n\rgeneration_id\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x11\n\tresumable\x18\x0e \x01(\x08\x42\x08\n\x06promptB\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"6\n\rResumeRequest\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.microtome.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbf\x01\n\x10GenerateResponse\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.microtome.v1.FinishReason\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.microtome.v1.Usage\x12\x0c\n\x04seed\x18\x07 \x01(\x04\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"&\n\rCancelRequest\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x11\n\x0fGetModelRequest\"\xa9\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x15\n\rend_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x14\n\x0c\x61rchitecture\x18\x07 \x01(\t\"\x0f\n\rStatusRequest\"\xd3\x01\n\x0eStatusResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12+\n\x07workers\x18\x04 \x03(\x0b\x32\x1a.microtome.v1.WorkerStatus\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12(\n\x08\x63ounters\x18\x07 \x01(\x0b\x32\x16.microtome.v1.Counters\x12\x13\n\x0bray_address\x18\x08 \x01(\t\"\xde\x01\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x12\n\ncells_used\x18\x07 \x01(\r\x12\x14\n\x0c\x63\x65lls_usable\x18\x08 \x01(\r\x12\x10\n\x08sessions\x18\t \x01(\r\x12\r\n\x05steps\x18\n \x01(\x04\x12\r\n\x05\x63\x61use\x18\x0b \x01(\t\x12\x14\n\x0c\x63\x65lls_cached\x18\x0c \x01(\r\"\xd5\x01\n\x08\x43ounters\x12\x1b\n\x13generations_started\x18\x01 \x01(\x04\x12\x1c\n\x14generations_finished\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x18\n\x10overshoot_tokens\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x0f\n\x07step_us\x18\x07 \x01(\x04\x12\x0f\n\x07idle_us\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xf7\x02\n\nGeneration\x12K\n\x08Generate\x12\x1d.microtome.v1.GenerateRequest\x1a\x1e.microtome.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1b.microtome.v1.ResumeRequest\x1a\x1e.microtome.v1.GenerateResponse0\x01\x12\x43\n\x06\x43\x61ncel\x12\x1b.microtome.v1.CancelRequest\x1a\x1c.microtome.v1.CancelResponse\x12I\n\x08GetModel\x12\x1d.microtome.v1.GetModelRequest\x1a\x1e.microtome.v1.GetModelResponse\x12\x43\n\x06Status\x12\x1b.microtome.v1.StatusRequest\x1a\x1c.microtome.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dmicrotome/v1/generation.proto\x12\x0cmicrotome.v1\"\xd1\x03\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x12.microtome.v1.ChatH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.microtome.v1.TokenIdsH\x00\x12\x1b\n\x0emax_new_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x15\n\rgeneration_id\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x1b\n\x13generated_token_ids\x18\x0f \x03(\r\x12\x11\n\tresumable\x18\x0e \x01(\x08\x42\x08\n\x06promptB\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"6\n\rResumeRequest\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.microtome.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbf\x01\n\x10GenerateResponse\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.microtome.v1.FinishReason\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.microtome.v1.Usage\x12\x0c\n\x04seed\x18\x07 \x01(\x04\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"&\n\rCancelRequest\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x11\n\x0fGetModelRequest\"\xa9\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x15\n\rend_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x14\n\x0c\x61rchitecture\x18\x07 \x01(\t\"\x0f\n\rStatusRequest\"\xd3\x01\n\x0eStatusResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12+\n\x07workers\x18\x04 \x03(\x0b\x32\x1a.microtome.v1.WorkerStatus\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12(\n\x08\x63ounters\x18\x07 \x01(\x0b\x32\x16.microtome.v1.Counters\x12\x13\n\x0bray_address\x18\x08 \x01(\t\"\xde\x01\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\x12\n\ncells_used\x18\x07 \x01(\r\x12\x14\n\x0c\x63\x65lls_usable\x18\x08 \x01(\r\x12\x10\n\x08sessions\x18\t \x01(\r\x12\r\n\x05steps\x18\n \x01(\x04\x12\r\n\x05\x63\x61use\x18\x0b \x01(\t\x12\x14\n\x0c\x63\x65lls_cached\x18\x0c \x01(\r\"\xd5\x01\n\x08\x43ounters\x12\x1b\n\x13generations_started\x18\x01 \x01(\x04\x12\x1c\n\x14generations_finished\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x04\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x18\n\x10overshoot_tokens\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x0f\n\x07step_us\x18\x07 \x01(\x04\x12\x0f\n\x07idle_us\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xf7\x02\n\nGeneration\x12K\n\x08Generate\x12\x1d.microtome.v1.GenerateRequest\x1a\x1e.microtome.v1.GenerateResponse0\x01\x12G\n\x06Resume\x12\x1b.microtome.v1.ResumeRequest\x1a\x1e.microtome.v1.GenerateResponse0\x01\x12\x43\n\x06\x43\x61ncel\x12\x1b.microtome.v1.CancelRequest\x1a\x1c.microtome.v1.CancelResponse\x12I\n\x08GetModel\x12\x1d.microtome.v1.GetModelRequest\x1a\x1e.microtome.v1.GetModelResponse\x12\x43\n\x06Status\x12\x1b.microtome.v1.StatusRequest\x1a\x1c.microtome.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'microtome.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1859
-  _globals['_FINISHREASON']._serialized_end=1983
+  _globals['_FINISHREASON']._serialized_start=1888
+  _globals['_FINISHREASON']._serialized_end=2012
   _globals['_GENERATEREQUEST']._serialized_start=48
-  _globals['_GENERATEREQUEST']._serialized_end=484
-  _globals['_RESUMEREQUEST']._serialized_start=486
-  _globals['_RESUMEREQUEST']._serialized_end=540
-  _globals['_CHAT']._serialized_start=542
-  _globals['_CHAT']._serialized_end=593
-  _globals['_CHATMESSAGE']._serialized_start=595
-  _globals['_CHATMESSAGE']._serialized_end=639
-  _globals['_TOKENIDS']._serialized_start=641
-  _globals['_TOKENIDS']._serialized_end=664
-  _globals['_GENERATERESPONSE']._serialized_start=667
-  _globals['_GENERATERESPONSE']._serialized_end=858
-  _globals['_USAGE']._serialized_start=860
-  _globals['_USAGE']._serialized_end=936
-  _globals['_CANCELREQUEST']._serialized_start=938
-  _globals['_CANCELREQUEST']._serialized_end=976
-  _globals['_CANCELRESPONSE']._serialized_start=978
-  _globals['_CANCELRESPONSE']._serialized_end=994
-  _globals['_GETMODELREQUEST']._serialized_start=996
-  _globals['_GETMODELREQUEST']._serialized_end=1013
-  _globals['_GETMODELRESPONSE']._serialized_start=1016
-  _globals['_GETMODELRESPONSE']._serialized_end=1185
-  _globals['_STATUSREQUEST']._serialized_start=1187
-  _globals['_STATUSREQUEST']._serialized_end=1202
-  _globals['_STATUSRESPONSE']._serialized_start=1205
-  _globals['_STATUSRESPONSE']._serialized_end=1416
-  _globals['_WORKERSTATUS']._serialized_start=1419
-  _globals['_WORKERSTATUS']._serialized_end=1641
-  _globals['_COUNTERS']._serialized_start=1644
-  _globals['_COUNTERS']._serialized_end=1857
-  _globals['_GENERATION']._serialized_start=1986
-  _globals['_GENERATION']._serialized_end=2361
+  _globals['_GENERATEREQUEST']._serialized_end=513
+  _globals['_RESUMEREQUEST']._serialized_start=515
+  _globals['_RESUMEREQUEST']._serialized_end=569
+  _globals['_CHAT']._serialized_start=571
+  _globals['_CHAT']._serialized_end=622
+  _globals['_CHATMESSAGE']._serialized_start=624
+  _globals['_CHATMESSAGE']._serialized_end=668
+  _globals['_TOKENIDS']._serialized_start=670
+  _globals['_TOKENIDS']._serialized_end=693
+  _globals['_GENERATERESPONSE']._serialized_start=696
+  _globals['_GENERATERESPONSE']._serialized_end=887
+  _globals['_USAGE']._serialized_start=889
+  _globals['_USAGE']._serialized_end=965
+  _globals['_CANCELREQUEST']._serialized_start=967
+  _globals['_CANCELREQUEST']._serialized_end=1005
+  _globals['_CANCELRESPONSE']._serialized_start=1007
+  _globals['_CANCELRESPONSE']._serialized_end=1023
+  _globals['_GETMODELREQUEST']._serialized_start=1025
+  _globals['_GETMODELREQUEST']._serialized_end=1042
+  _globals['_GETMODELRESPONSE']._serialized_start=1045
+  _globals['_GETMODELRESPONSE']._serialized_end=1214
+  _globals['_STATUSREQUEST']._serialized_start=1216
+  _globals['_STATUSREQUEST']._serialized_end=1231
+  _globals['_STATUSRESPONSE']._serialized_start=1234
+  _globals['_STATUSRESPONSE']._serialized_end=1445
+  _globals['_WORKERSTATUS']._serialized_start=1448
+  _globals['_WORKERSTATUS']._serialized_end=1670
+  _globals['_COUNTERS']._serialized_start=1673
+  _globals['_COUNTERS']._serialized_end=1886
+  _globals['_GENERATION']._serialized_start=2015
+  _globals['_GENERATION']._serialized_end=2390
 # @@protoc_insertion_point(module_scope)

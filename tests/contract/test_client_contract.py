@@ -477,12 +477,34 @@ async def test_a_stream_that_breaks_is_resumed_from_the_last_token(connect: Conn
     assert len(served.service.asked(pb.GenerateRequest)) == 1  # never started over
 
 
-async def test_a_generation_that_was_not_kept_is_told_as_a_lost_connection(connect: Connect, served: Served) -> None:
-    served.service.scripts = [refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("Hel", 10, 11),))]
+async def test_a_generation_that_the_service_has_lost_is_asked_for_again_behind_what_came(
+    connect: Connect, served: Served
+) -> None:
+    served.service.scripts = [
+        refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("Hel", 10, 11),)),
+        says(response("lo", 12, offset=2, last=True)),
+    ]
+    async with connect(served.address) as client:
+        completion = await client.complete("hi", max_new_tokens=3)
+    assert (completion.text, list(completion.token_ids)) == ("Hello", [10, 11, 12])
+    first, second = served.service.asked(pb.GenerateRequest)
+    assert len(served.service.asked(pb.ResumeRequest)) == 1
+    assert (list(second.generated_token_ids), second.seed, second.text) == ([10, 11], 7, "hi")
+    assert second.max_new_tokens == 3
+    assert second.generation_id != first.generation_id
+
+
+async def test_a_resumed_generation_that_the_service_has_lost_is_told_as_a_lost_connection(
+    connect: Connect, served: Served
+) -> None:
+    served.service.resumes = [
+        refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("Hel", 10, 11, offset=5),)),
+        refuses(grpc.StatusCode.NOT_FOUND, "no generation 'g-1' is running or kept"),
+    ]
     async with connect(served.address) as client:
         with pytest.raises(errors.Unavailable, match=r"connection to the service at .* was lost after 2 tokens$"):
-            await client.complete("hi")
-    assert len(served.service.asked(pb.ResumeRequest)) == 1
+            await all_of(client.resume("g-1", 5))
+    assert not served.service.asked(pb.GenerateRequest)
 
 
 async def test_a_generation_that_the_break_has_cancelled_is_told_as_a_lost_connection(

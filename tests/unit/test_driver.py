@@ -157,6 +157,36 @@ async def test_resumable_generation_goes_on_without_its_client_and_is_resumed_at
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_generation_that_nobody_knows_any_more_goes_on_behind_the_tokens_of_its_client(
+    temperature: float,
+) -> None:
+    """As after the loss of the driver and of all workers at once: the client has all that is needed."""
+    prompt, seed = [4, 5, 6], 77
+    expected = undisturbed(prompt, 40, seed, temperature)
+    async with in_process(fake_config("fake:step_ms=1", workers__count=2)) as service:
+        for have in (0, 1, 25, 39, 40):
+            asked = request(
+                prompt,
+                max_new_tokens=40,
+                seed=seed,
+                temperature=temperature,
+                generated_token_ids=expected[:have],
+            )
+            responses = await collect(service.stub, asked)
+            assert responses[0].offset == have
+            assert [token for r in responses for token in r.token_ids] == expected[have:]
+            last = responses[-1]
+            assert last.finish_reason == pb.FINISH_REASON_LENGTH
+            assert (last.usage.prompt_tokens, last.usage.output_tokens) == (3, 40)
+        stopped = request(prompt, max_new_tokens=40, seed=seed, temperature=temperature, stop_token_ids=[expected[9]])
+        first = expected.index(expected[9]) + 1
+        stopped.generated_token_ids.extend(expected[:first])
+        (only,) = await collect(service.stub, stopped)
+        assert (only.offset, list(only.token_ids), only.finish_reason) == (first, [], pb.FINISH_REASON_STOP)
+        await until_idle(service.stub)
+
+
 async def test_later_resume_takes_the_stream_over_and_the_earlier_one_is_told() -> None:
     async with in_process(fake_config("fake:step_ms=5")) as service:
         first = service.stub.Generate(request([3], max_new_tokens=80, generation_id="g"))
@@ -201,7 +231,14 @@ async def test_workers_that_outlive_their_driver_are_adopted_with_what_they_hold
     async with grpc.aio.insecure_channel(f"127.0.0.1:{first.port}") as channel:
         stub = rpc.GenerationStub(channel)
         calls = [stub.Generate(request(p, max_new_tokens=100, generation_id=f"g{n}")) for n, p in enumerate(prompts)]
+        # One of them is the continuation of an earlier call.
+        calls[5].cancel()
+        await calls[5].code()
+        prompts[5], known = [77] * 30, undisturbed([77] * 30, 100)[:7]
+        asked = request(prompts[5], max_new_tokens=100, generation_id="g5+", generated_token_ids=known)
+        calls[5] = stub.Generate(asked)
         begun = [list((await call.read()).token_ids) for call in calls]
+        begun[5] = known + begun[5]
         await first.leave()
     second = DriverHost(config, SECRET, workers, failed=broken.append)
     await second.start(restarted=True)
@@ -209,7 +246,7 @@ async def test_workers_that_outlive_their_driver_are_adopted_with_what_they_hold
         async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
             stub = rpc.GenerationStub(channel)
             for n, (prompt, tokens) in enumerate(zip(prompts, begun, strict=True)):
-                resumed = stub.Resume(pb.ResumeRequest(generation_id=f"g{n}", offset=len(tokens)))
+                resumed = stub.Resume(pb.ResumeRequest(generation_id=f"g{n}" + "+" * (n == 5), offset=len(tokens)))
                 rest = [token for response in await rest_of(resumed) for token in response.token_ids]
                 assert tokens + rest == undisturbed(prompt, 100)
         assert workers.started == ["worker-1", "worker-2"]

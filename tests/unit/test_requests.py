@@ -7,11 +7,13 @@ from microtome.actors.requests import (
     ServedModel,
     check_numbers,
     check_prompt,
+    finished_before,
     generation_options,
     text_prompt,
 )
 from microtome.actors.text import Message
 from microtome.planner.errors import BadInput
+from microtome.planner.types import FinishReason
 from microtome.v1 import generation_pb2 as pb
 
 MODEL = ServedModel(
@@ -145,3 +147,30 @@ def test_sampling_is_handed_on_as_it_was_asked_for() -> None:
     assert (sampling.seed, options.priority, options.deadline_us) == (2**64 - 1, -2, 12345)
     greedy = generation_options(pb.GenerateRequest(), MODEL, 4, 0, None).sampling
     assert (greedy.temperature, greedy.top_k, greedy.top_p, greedy.min_p) == (0.0, 0, 1.0, 0.0)
+
+
+def test_what_was_generated_already_counts_towards_the_limit() -> None:
+    going_on = pb.GenerateRequest(max_new_tokens=10, generated_token_ids=[5, 6, 8])
+    options = generation_options(going_on, MODEL, 4, 0, None)
+    assert (options.max_new_tokens, options.delivered_before) == (7, 3)
+    assert finished_before(options, (5, 6, 8)) is None
+    assert finished_before(options, (5, 6, 2)) is FinishReason.STOP
+    full = generation_options(pb.GenerateRequest(max_new_tokens=3, generated_token_ids=[5, 6, 8]), MODEL, 4, 0, None)
+    assert finished_before(full, (5, 6, 8)) is FinishReason.LENGTH
+    # The context is the same one as before: 64 tokens, of which the prompt has 60.
+    near_its_end = generation_options(pb.GenerateRequest(generated_token_ids=[5]), MODEL, 60, 0, None)
+    assert near_its_end.max_new_tokens == 3
+
+
+def test_more_generated_tokens_than_were_asked_for_are_refused() -> None:
+    with pytest.raises(BadInput) as refused:
+        generation_options(pb.GenerateRequest(max_new_tokens=1, generated_token_ids=[5, 6]), MODEL, 4, 0, None)
+    assert str(refused.value) == "2 generated tokens are given, and 1 is the limit of this generation"
+
+
+def test_sampled_generation_cannot_go_on_under_another_seed() -> None:
+    with pytest.raises(BadInput) as refused:
+        check_numbers(pb.GenerateRequest(temperature=1.0, generated_token_ids=[5]), MODEL)
+    assert str(refused.value) == "a sampled generation that goes on needs the seed that was in force"
+    check_numbers(pb.GenerateRequest(temperature=1.0, seed=0, generated_token_ids=[5]), MODEL)
+    check_numbers(pb.GenerateRequest(generated_token_ids=[5]), MODEL)
