@@ -13,6 +13,7 @@ from microtome.cuda_runtime.attention.registry import default_attention, get_att
 from microtome.cuda_runtime.checkpoint import find_checkpoint, fingerprint
 from microtome.cuda_runtime.executor import Executor
 from microtome.cuda_runtime.kv_pool import KvPool, allocate_pool, size_pool
+from microtome.cuda_runtime.linear.packed import pack_linears
 from microtome.cuda_runtime.method import LINES, ROWS, DynamicMethod, Method, Program, StaticMethod
 from microtome.cuda_runtime.model import CellModel, load_model, read_geometry
 from microtome.cuda_runtime.options import RuntimeOptions
@@ -30,7 +31,7 @@ def build(options: RuntimeOptions) -> Executor:
     dtype = _dtype(options, device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    causal_lm = load_model(checkpoint, device=device, dtype=dtype)
+    causal_lm = load_model(checkpoint, device=device, dtype=dtype, session_tokens=options.max_session_tokens)
     layers = read_geometry(causal_lm, device)
     size = size_pool(
         layers,
@@ -45,6 +46,7 @@ def build(options: RuntimeOptions) -> Executor:
         options.max_session_tokens or checkpoint.context_length, checkpoint.context_length, pool.usable_cells
     )
     rows = RowTable(options.max_sequences, max_session_tokens, pool.scratch_cell, device)
+    pack_linears(causal_lm)
     model = CellModel(causal_lm, get_attention(default_attention(device)))
     methods = _methods(options, _program(model, rows, pool), device)
     table = MethodTable(tuple(_measured(method, rows) for method in methods))

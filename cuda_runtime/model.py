@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from microtome.cuda_runtime.attention.seam import Attention
 from microtome.cuda_runtime.checkpoint import Checkpoint
+from microtome.cuda_runtime.rotary import freeze_rotary
 from microtome.planner.errors import BadConfig
 
 ATTENTION_NAME = "microtome"  # in transformers' attention interface
@@ -126,6 +127,7 @@ def attend_over_cells(
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query, key, value [1, heads, T, H] to [1, T, N, H]."""
+    assert getattr(module, "is_causal", True), "a token sees what follows it"  # such models are refused by name
     context: LayerContext = keywords[_CONTEXT]
     out_TNH = context.attend(
         module.layer_idx,  # type: ignore[arg-type]
@@ -176,14 +178,25 @@ class CellModel(nn.Module):
         return logits_RV
 
 
-def load_model(checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The checkpoint's decoder on `device`, for inference, with our attention. Raises `BadConfig`."""
+def load_model(
+    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, session_tokens: int | None = None
+) -> nn.Module:
+    """The checkpoint's decoder on `device`, for inference, with our attention. Raises `BadConfig`.
+
+    `session_tokens` is the longest session that may come (None: the context length), for `freeze_rotary`.
+    """
     where, keywords = checkpoint.source
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, attn_implementation=ATTENTION_NAME, **keywords)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **keywords
+        )
     except Exception as error:  # the library raises whatever its parsers raise
         sentence = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadConfig(f"model {checkpoint.path}: its weights cannot be loaded: {sentence}") from error
+    if missing := sorted(report["missing_keys"]):  # the library fills them with random numbers
+        raise BadConfig(f"model {checkpoint.path}: {len(missing)} of its weights are missing, such as {missing[0]}")
+    context_length = checkpoint.context_length
+    freeze_rotary(model, session_tokens=min(session_tokens or context_length, context_length))
     loaded: nn.Module = model.to(device).eval().requires_grad_(False)
     return loaded
 
@@ -194,6 +207,8 @@ def read_geometry(causal_lm: nn.Module, device: torch.device) -> tuple[LayerGeom
     probe = GeometryProbe()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     causal_lm(input_ids=zero, position_ids=zero, use_cache=False, **{_CONTEXT: probe})
-    if sorted(probe.layers) != list(range(len(probe.layers))) or not probe.layers:
+    if not probe.layers:
+        raise BadConfig(f"{type(causal_lm).__name__} computes attention without the library's attention interface")
+    if sorted(probe.layers) != list(range(len(probe.layers))):
         raise BadConfig(f"attention was called for layers {sorted(probe.layers)}: not one each from 0")
     return tuple(probe.layers[layer] for layer in range(len(probe.layers)))
