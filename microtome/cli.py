@@ -77,6 +77,15 @@ def serve(
     host: Annotated[str | None, typer.Option(show_default="127.0.0.1", help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(show_default="50051", help="Port to listen on; 0: any free one.")] = None,
     workers: Annotated[int | None, typer.Option(show_default="1", help="How many, one device each.")] = None,
+    min_workers: Annotated[
+        int | None, typer.Option(show_default="--workers", help="However little there is to do; may be 0.")
+    ] = None,
+    max_workers: Annotated[
+        int | None, typer.Option(show_default="--workers", help="However much there is to do.")
+    ] = None,
+    idle_s: Annotated[
+        float | None, typer.Option(show_default="300", help="Seconds without work before the last worker goes.")
+    ] = None,
     device: Annotated[str | None, typer.Option(show_default="cpu", help="cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(show_default="auto", help="auto, float32, bfloat16 or float16.")] = None,
     kv_tokens: Annotated[
@@ -110,6 +119,9 @@ def serve(
         "service.host": host,
         "service.port": port,
         "workers.count": workers,
+        "workers.min": min_workers,
+        "workers.max": max_workers,
+        "workers.idle_s": idle_s,
         "runtime.device": device,
         "runtime.dtype": dtype,
         "runtime.kv_tokens": kv_tokens,
@@ -212,6 +224,44 @@ def status(
 
 
 @app.command()
+def drain(
+    worker: Annotated[str, typer.Argument(help="Its name, as `status` shows it.")],
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds to wait; the drain itself goes on.")] = None,
+    address: Address = local.DEFAULT_ADDRESS,
+) -> None:
+    """Take one worker out of service without breaking a stream, and wait until it is gone."""
+    from microtome.admin import drain_worker
+
+    drain_worker(address, worker, timeout_s=timeout_s)
+    print(f"{worker} is drained")
+
+
+@app.command()
+def update(
+    model: Annotated[str | None, typer.Option(show_default="as it is", help="As for `serve`.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Of the workers, as in kv_tokens=8192.")
+    ] = None,
+    drain_first: Annotated[
+        bool, typer.Option("--drain-first", help="Give up a worker's place before the next one is asked for.")
+    ] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds to wait; the update itself goes on.")] = None,
+    address: Address = local.DEFAULT_ADDRESS,
+) -> None:
+    """Change the model or the workers' settings, worker by worker, without dropping a stream."""
+    from microtome import admin
+
+    layer = _set_layer(option or [], "--option")
+    settings = {key if "." in key or key == "model" else f"runtime.{key}": str(value) for key, value in layer.items()}
+    if model is not None:
+        settings.update({"model": model, "runtime.model": local.server_part("fetch").resolve_model(model)})
+    if not settings:
+        raise typer.BadParameter("nothing is to be changed: give --model or --option", param_hint="--model")
+    revision = admin.update(address, settings, drain_first=drain_first, timeout_s=timeout_s)
+    print(f"every worker has the new settings (revision {revision})")
+
+
+@app.command()
 def down(
     name: Annotated[str | None, typer.Option(show_default="the one at --address", help="Of the service.")] = None,
     namespace: Annotated[str | None, typer.Option(show_default="the service's name", help="Of it on Ray.")] = None,
@@ -269,12 +319,12 @@ def main() -> None:
     app()
 
 
-def _set_layer(settings: list[str]) -> dict[str, object]:
+def _set_layer(settings: list[str], option: str = "--set") -> dict[str, object]:
     layer: dict[str, object] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{setting!r} is not of the form KEY=VALUE", param_hint="--set")
+            raise typer.BadParameter(f"{setting!r} is not of the form KEY=VALUE", param_hint=option)
         layer[key.strip()] = value.strip()
     return layer
 

@@ -46,6 +46,16 @@ def test_placement_group_is_found_by_its_hex_id(ray_session: None) -> None:
     assert group.id.hex() == group_id
 
 
+def test_bytes_are_kept_under_their_key_until_they_are_forgotten(ray_session: None) -> None:
+    assert ray_private.kept("tests/key") == b""
+    ray_private.keep("tests/key", b"one")
+    ray_private.keep("tests/key", b"two")
+    assert ray_private.kept("tests/key") == b"two"
+    ray_private.forget("tests/key")
+    ray_private.forget("tests/key")
+    assert ray_private.kept("tests/key") == b""
+
+
 def test_ray_started_here_keeps_to_loopback(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_private.binds_to_loopback()
     listening: set[str] = set()

@@ -45,11 +45,14 @@ class InProcessWorkers:
         self._ended: dict[WorkerId, Callable[[str], None]] = {}
         self.started: list[WorkerId] = []
         self.ended: list[WorkerId] = []
+        self.hold_starts: asyncio.Event | None = None  # no worker finds a place before it is set
         self.places_taken: set[WorkerId] = set()  # the test says whose, and how soon
         self.places_taken_in_s: float | None = None
 
     async def start(self, order: StartOrder) -> WorkerEndpoint:
         config, worker = self._config, order.worker
+        if self.hold_starts is not None:
+            await self.hold_starts.wait()
         order.placed()
         spec = WorkerSpec(
             worker=worker,
