@@ -6,11 +6,13 @@ real token ever reads it. Zeroed, because a cell may be attended by padding befo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import psutil
 import torch
 from torch import Tensor
 
+from microtome.cuda_runtime.arena import Arena, room
 from microtome.cuda_runtime.model import LayerGeometry
 from microtome.planner.errors import BadConfig
 
@@ -75,10 +77,13 @@ def size_pool(
 def allocate_pool(
     layers: Sequence[LayerGeometry], usable_cells: int, *, device: torch.device, dtype: torch.dtype
 ) -> KvPool:
-    def zeros(layer: LayerGeometry) -> Tensor:
-        return torch.zeros(usable_cells + 1, layer.kv_heads, layer.head_size, dtype=dtype, device=device)
-
-    return KvPool([zeros(layer) for layer in layers], [zeros(layer) for layer in layers], usable_cells)
+    shapes = [(usable_cells + 1, layer.kv_heads, layer.head_size) for layer in layers]
+    if device.type == "cpu":  # cells are read at random: large pages pay
+        arena = Arena(2 * sum(room(prod(shape) * dtype.itemsize) for shape in shapes))
+        k, v = ([arena.empty(shape, dtype) for shape in shapes] for _ in range(2))
+    else:
+        k, v = ([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2))
+    return KvPool(k, v, usable_cells)
 
 
 def _free_bytes(device: torch.device) -> int:

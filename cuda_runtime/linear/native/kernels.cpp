@@ -1,0 +1,354 @@
+// Weights stream through once per call, in the order in which they lie; rows wait in the nearer caches.
+
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define MICROTOME_AVX512 1
+#include <immintrin.h>
+#if defined(__AVX512BF16__)
+#define MICROTOME_BF16 1
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define MICROTOME_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+#endif
+
+namespace microtome {
+
+#ifndef MICROTOME_AVX512
+
+Unit bfloat16_unit() { return Unit::kNone; }
+bool float32_served() { return false; }
+void linear_float32(const Linear&) {}
+void linear_bfloat16(const Linear&, Unit) {}
+
+#else
+
+namespace {
+
+constexpr int kRows = 12;  // of a register block: 24 sums, two vectors of weights
+constexpr int kFew = 2;    // rows that leave registers for four blocks at once, and so for four streams from memory
+constexpr int64_t kSerialWork = 1 << 14;  // multiply-adds of whole blocks below which waking threads costs more
+
+inline __mmask16 mask16(int64_t count) { return count >= 16 ? 0xffff : __mmask16((1u << std::max<int64_t>(count, 0)) - 1); }
+
+// Calls work(first, end) on every thread with its share of the blocks of 32 outputs.
+template <typename Work>
+void over_blocks(const Linear& l, Work work) {
+  const int64_t blocks = (l.outputs + kBlock - 1) / kBlock;
+  const int64_t useful = l.rows * l.inputs * blocks <= kSerialWork ? 1 : blocks;
+  const int threads = int(std::min<int64_t>(l.threads, useful));
+  if (threads <= 1) {
+    work(int64_t{0}, blocks);
+    return;
+  }
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+  for (int share = 0; share < threads; ++share) work(blocks * share / threads, blocks * (share + 1) / threads);
+}
+
+// ---- float32 ----
+
+// kCount rows of kBlocks neighbouring blocks.
+template <int kCount, int kBlocks>
+void rows_float32(const Linear& l, int64_t block, int64_t row) {
+  const float* x = static_cast<const float*>(l.x) + row * l.x_stride;
+  const float* w = static_cast<const float*>(l.packed) + block * l.inputs * kBlock;
+  const int64_t next = l.inputs * kBlock;
+  __m512 sum[kCount][2 * kBlocks];
+  for (int r = 0; r < kCount; ++r) {
+    for (int i = 0; i < 2 * kBlocks; ++i) sum[r][i] = _mm512_setzero_ps();
+  }
+  for (int64_t k = 0; k < l.inputs; ++k) {
+    __m512 weight[2 * kBlocks];
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const float* at = w + i / 2 * next + k * kBlock + i % 2 * 16;
+      weight[i] = _mm512_loadu_ps(at);
+      if (kCount <= 4) _mm_prefetch(reinterpret_cast<const char*>(at) + 2048, _MM_HINT_T0);
+    }
+    for (int r = 0; r < kCount; ++r) {
+      const __m512 value = _mm512_set1_ps(x[r * l.x_stride + k]);
+      for (int i = 0; i < 2 * kBlocks; ++i) sum[r][i] = _mm512_fmadd_ps(value, weight[i], sum[r][i]);
+    }
+  }
+  const float* bias = static_cast<const float*>(l.bias);
+  float* y = static_cast<float*>(l.y) + row * l.outputs;
+  for (int i = 0; i < 2 * kBlocks; ++i) {
+    const int64_t first = block * kBlock + i * 16;
+    const __mmask16 there = mask16(l.outputs - first);
+    const __m512 b = bias ? _mm512_maskz_loadu_ps(there, bias + first) : _mm512_setzero_ps();
+    for (int r = 0; r < kCount; ++r) {
+      _mm512_mask_storeu_ps(y + r * l.outputs + first, there, _mm512_add_ps(sum[r][i], b));
+    }
+  }
+}
+
+template <int kCount, int kBlocks>
+void tail_float32(const Linear& l, int64_t block, int64_t row) {
+  if constexpr (kCount > 0) {
+    if (l.rows - row == kCount) return rows_float32<kCount, kBlocks>(l, block, row);
+    tail_float32<kCount - 1, kBlocks>(l, block, row);
+  }
+}
+
+#ifdef MICROTOME_BF16
+
+// ---- bfloat16 in vectors: dot products of pairs ----
+
+inline __m512 pair(const uint16_t* at) {
+  int32_t bits;
+  std::memcpy(&bits, at, 4);
+  return _mm512_castsi512_ps(_mm512_set1_epi32(bits));
+}
+
+// Two vectors of sums to 32 bfloat16 outputs.
+inline void store_outputs(const Linear& l, int64_t row, int64_t first, __m512 low, __m512 high) {
+  const int64_t count = std::min<int64_t>(kBlock, l.outputs - first);
+  const __mmask32 there = count >= 32 ? ~__mmask32{0} : (__mmask32{1} << count) - 1;
+  if (l.bias) {
+    const __m512i b = _mm512_maskz_loadu_epi16(there, static_cast<const uint16_t*>(l.bias) + first);
+    const __m512i b0 = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(b));
+    const __m512i b1 = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(b, 1));
+    low = _mm512_add_ps(low, _mm512_castsi512_ps(_mm512_slli_epi32(b0, 16)));
+    high = _mm512_add_ps(high, _mm512_castsi512_ps(_mm512_slli_epi32(b1, 16)));
+  }
+  const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  _mm512_mask_storeu_epi16(static_cast<uint16_t*>(l.y) + row * l.outputs + first, there, rounded);
+}
+
+template <int kCount>
+void rows_bfloat16(const Linear& l, int64_t block, int64_t row) {
+  const uint16_t* x = static_cast<const uint16_t*>(l.x) + row * l.x_stride;
+  const uint16_t* w = static_cast<const uint16_t*>(l.packed) + block * l.inputs * kBlock;
+  __m512 sum[kCount][2];
+  for (int r = 0; r < kCount; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < l.inputs; k += 32) {
+    const uint16_t* tiles = w + k * kBlock;
+    for (int64_t p = 0; p < 16; ++p) {
+      const __m512bh w0 = (__m512bh)_mm512_loadu_si512(tiles + p * 32);
+      const __m512bh w1 = (__m512bh)_mm512_loadu_si512(tiles + 512 + p * 32);
+      for (int r = 0; r < kCount; ++r) {
+        const __m512bh value = (__m512bh)pair(x + r * l.x_stride + k + 2 * p);
+        sum[r][0] = _mm512_dpbf16_ps(sum[r][0], value, w0);
+        sum[r][1] = _mm512_dpbf16_ps(sum[r][1], value, w1);
+      }
+    }
+  }
+  for (int r = 0; r < kCount; ++r) store_outputs(l, row + r, block * kBlock, sum[r][0], sum[r][1]);
+}
+
+template <int kCount>
+void tail_bfloat16(const Linear& l, int64_t block, int64_t row) {
+  if constexpr (kCount > 0) {
+    if (l.rows - row == kCount) return rows_bfloat16<kCount>(l, block, row);
+    tail_bfloat16<kCount - 1>(l, block, row);
+  }
+}
+
+#endif  // MICROTOME_BF16
+
+#ifdef MICROTOME_AMX
+
+// ---- bfloat16 in tiles ----
+//
+// Tiles 0 to 3 hold sums: rows [0, 16) and [16, 32) by the block's halves. 4 and 5 hold rows of x, 6 and 7 weights.
+
+bool matrix_granted() {
+  // The kernel hands out the matrix unit's state on request, once per process.
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+  return granted;
+}
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {};
+};
+
+// Sums of `low` rows in tiles 0 and 1 and of `high` in 2 and 3; rows of x in 4 and, where `high` is not 0, in 5.
+// The unit takes a cycle per row.
+inline void configure(int64_t low, int64_t high, bool two_blocks) {
+  TileConfig config;
+  config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(low);
+  config.rows[2] = config.rows[3] = uint8_t(two_blocks ? low : high);
+  config.rows[5] = two_blocks ? 16 : uint8_t(high);
+  config.rows[6] = config.rows[7] = 16;
+  // GCC 12 believes that the load reads eight bytes only, and would drop the other stores.
+  __asm__ volatile("" ::"r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+
+inline void prefetch_tile(const uint16_t* at) {
+  for (int i = 0; i < 16; ++i) _mm_prefetch(reinterpret_cast<const char*>(at) + i * 64, _MM_HINT_T0);
+}
+
+constexpr int64_t kAhead = 1024;  // weights asked for so long before they are needed, where they come from memory
+
+// Up to 16 rows of two blocks: twice the streams from memory, and one load of x for both.
+void few_rows(const Linear& l, int64_t block, int64_t row, int64_t low, float* sums) {
+  const uint16_t* x = static_cast<const uint16_t*>(l.x) + row * l.x_stride;
+  const uint16_t* w = static_cast<const uint16_t*>(l.packed) + block * l.inputs * kBlock;
+  const uint16_t* v = w + l.inputs * kBlock;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < l.inputs; k += 32) {
+    const uint16_t *here = w + k * kBlock, *there = v + k * kBlock;
+    prefetch_tile(here + kAhead);
+    prefetch_tile(there + kAhead);
+    prefetch_tile(here + kAhead + 512);
+    prefetch_tile(there + kAhead + 512);
+    _tile_loadd(4, x + k, l.x_stride * 2);
+    _tile_loadd(5, here, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(6, there, 64);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(7, here + 512, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, there + 512, 64);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + 16 * 32, 128);
+  _tile_stored(3, sums + 16 * 32 + 16, 128);
+  __asm__ volatile("" ::: "memory");  // GCC 12 does not know that a tile store writes memory
+  for (int64_t of = 0; of < 2; ++of) {
+    for (int64_t i = 0; i < low; ++i) {
+      const float* from = sums + of * 512 + i * 32;
+      store_outputs(l, row + i, (block + of) * kBlock, _mm512_load_ps(from), _mm512_load_ps(from + 16));
+    }
+  }
+}
+
+// Rows [row, row + low + high) of one block.
+template <bool kBoth, bool kPrefetch>
+void tiles(const Linear& l, int64_t block, int64_t row, int64_t low, int64_t high, float* sums) {
+  const uint16_t* x = static_cast<const uint16_t*>(l.x) + row * l.x_stride;
+  const uint16_t* w = static_cast<const uint16_t*>(l.packed) + block * l.inputs * kBlock;
+  _tile_zero(0);
+  _tile_zero(1);
+  if (kBoth) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < l.inputs; k += 32) {
+    if (kPrefetch) {
+      prefetch_tile(w + k * kBlock + kAhead);
+      prefetch_tile(w + k * kBlock + kAhead + 512);
+    }
+    _tile_loadd(4, x + k, l.x_stride * 2);
+    _tile_loadd(6, w + k * kBlock, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w + k * kBlock + 512, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    if (kBoth) {
+      _tile_loadd(5, x + 16 * l.x_stride + k, l.x_stride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  if (kBoth) {
+    _tile_stored(2, sums + 16 * 32, 128);
+    _tile_stored(3, sums + 16 * 32 + 16, 128);
+  }
+  __asm__ volatile("" ::: "memory");  // GCC 12 does not know that a tile store writes memory
+  for (int64_t r = 0; r < low + high; ++r) {
+    store_outputs(l, row + r, block * kBlock, _mm512_load_ps(sums + r * 32), _mm512_load_ps(sums + r * 32 + 16));
+  }
+}
+
+void share_of_tiles(const Linear& l, int64_t first, int64_t end) {
+  alignas(64) float sums[32 * 32];
+  const int64_t whole = l.rows / 32 * 32, left = l.rows - whole;
+  const int64_t low = std::min<int64_t>(left, 16), high = left - low;
+  __asm__ volatile("" ::: "memory");
+  if (whole > 0) {
+    configure(16, 16, false);
+    for (int64_t block = first; block < end; ++block) {
+      for (int64_t row = 0; row < whole; row += 32) {
+        if (row == 0) {
+          tiles<true, true>(l, block, row, 16, 16, sums);
+        } else {
+          tiles<true, false>(l, block, row, 16, 16, sums);
+        }
+      }
+    }
+  }
+  if (left > 0) {
+    int64_t block = first;
+    configure(low, high, high == 0);
+    if (high == 0) {
+      for (; block + 2 <= end; block += 2) few_rows(l, block, whole, low, sums);
+    }
+    for (; block < end; ++block) {
+      if (high > 0) {
+        tiles<true, true>(l, block, whole, low, high, sums);
+      } else {
+        tiles<false, true>(l, block, whole, low, 0, sums);
+      }
+    }
+  }
+  _tile_release();
+}
+
+#endif  // MICROTOME_AMX
+
+}  // namespace
+
+bool float32_served() { return true; }
+
+void linear_float32(const Linear& l) {
+  over_blocks(l, [&](int64_t first, int64_t end) {
+    int64_t block = first;
+    if (l.rows <= kFew) {
+      for (; block + 4 <= end; block += 4) tail_float32<kFew, 4>(l, block, 0);
+    }
+    for (; block < end; ++block) {
+      int64_t row = 0;
+      for (; row + kRows <= l.rows; row += kRows) rows_float32<kRows, 1>(l, block, row);
+      tail_float32<kRows - 1, 1>(l, block, row);
+    }
+  });
+}
+
+Unit bfloat16_unit() {
+#ifdef MICROTOME_AMX
+  if (matrix_granted()) return Unit::kMatrix;
+#endif
+#ifdef MICROTOME_BF16
+  return Unit::kVectors;
+#else
+  return Unit::kNone;
+#endif
+}
+
+void linear_bfloat16(const Linear& l, Unit unit) {
+#ifdef MICROTOME_AMX
+  if (unit == Unit::kMatrix) {
+    over_blocks(l, [&](int64_t first, int64_t end) { share_of_tiles(l, first, end); });
+    return;
+  }
+#endif
+#ifdef MICROTOME_BF16
+  over_blocks(l, [&](int64_t first, int64_t end) {
+    for (int64_t block = first; block < end; ++block) {
+      int64_t row = 0;
+      for (; row + kRows <= l.rows; row += kRows) rows_bfloat16<kRows>(l, block, row);
+      tail_bfloat16<kRows - 1>(l, block, row);
+    }
+  });
+#endif
+}
+
+#endif  // MICROTOME_AVX512
+
+}  // namespace microtome

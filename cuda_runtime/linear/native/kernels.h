@@ -1,0 +1,36 @@
+// y = x W^T + b for rows x [M, K] and a weight [N, K] that lies packed, in float32 or bfloat16.
+//
+// Packed in blocks of 32 outputs, whole blocks only (missing outputs are zero):
+//   float32   [N / 32][K][32]
+//   bfloat16  [N / 32][K / 32][2][16][16][2]: of each half block of 16 outputs, 16 pairs of inputs, each pair of every
+//             output side by side: what a tile of the matrix unit holds, and what a dot product of pairs takes.
+//
+// A row of y has the same bits whatever other rows are computed with it, and however many threads there are: every sum
+// runs over K in order, in float32.
+#pragma once
+
+#include <cstdint>
+
+namespace microtome {
+
+constexpr int64_t kBlock = 32;
+
+struct Linear {
+  const void* x;       // [rows, inputs], rows `x_stride` elements apart
+  int64_t x_stride;
+  const void* packed;
+  const void* bias;    // [outputs] in x's type, or null
+  void* y;             // [rows, outputs], dense
+  int64_t rows, inputs, outputs;
+  int threads;
+};
+
+enum class Unit { kNone, kVectors, kMatrix };  // what this CPU multiplies bfloat16 with
+
+Unit bfloat16_unit();
+bool float32_served();
+
+void linear_float32(const Linear&);
+void linear_bfloat16(const Linear&, Unit unit);  // `unit` is one this CPU has, and not kNone
+
+}  // namespace microtome

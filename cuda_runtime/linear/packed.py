@@ -1,0 +1,95 @@
+"""A linear layer whose weight is laid out once, block by block, in the order in which the CPU's kernels read it.
+
+Where the CPU and the layer's shape allow, `pack_linears` exchanges a model's linear layers for these, in place: the
+packed weights are then the only ones, shared by every method. Memory is read at the machine's own rate, and a row's
+result has the same bits whatever other rows share the forward and however many threads there are.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from microtome.cuda_runtime.arena import Arena, room
+from microtome.cuda_runtime.native_library import build_library, find_compiler
+
+SOURCES = Path(__file__).parent / "native"
+BLOCK = 32  # outputs of a block
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b for x [..., inputs], as `nn.Linear`; inference only."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear, arena: Arena | None = None) -> None:
+        super().__init__()
+        self.inputs, self.outputs = linear.in_features, linear.out_features
+        packed = pack(linear.weight)
+        self.register_buffer("packed", packed if arena is None else arena.copy(packed))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.microtome.packed_linear(x, self.packed, self.bias, self.outputs)
+        return result
+
+
+def pack(weight_NK: Tensor) -> Tensor:
+    """A float32 or bfloat16 weight [outputs, inputs] in the layout of `native/kernels.h`."""
+    outputs, inputs = weight_NK.shape
+    padded = nn.functional.pad(weight_NK.detach(), (0, 0, 0, -outputs % BLOCK))
+    if weight_NK.dtype == torch.float32:
+        return padded.view(-1, BLOCK, inputs).transpose(1, 2).contiguous()
+    # block, half, output, tile, pair, element -> block, tile, half, pair, output, element
+    return padded.view(-1, 2, 16, inputs // 32, 16, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+@cache
+def operators() -> Any:
+    """The native operators, built or found in the cache; None where there is no compiler. Once per process."""
+    if find_compiler() is None:
+        return None
+    torch.ops.load_library(str(build_library("linear", SOURCES)))  # type: ignore[no-untyped-call]
+    torch.library.register_fake("microtome::packed_linear", _fake)
+    return torch.ops.microtome
+
+
+def can_pack(linear: nn.Linear) -> bool:
+    """Whether the layer lies on a CPU whose kernels take its type and shape."""
+    if linear.weight.device.type != "cpu":
+        return False
+    if linear.weight.dtype == torch.float32:
+        return (found := operators()) is not None and bool(found.float32_served())
+    if linear.weight.dtype == torch.bfloat16 and linear.in_features % 32 == 0:
+        return (found := operators()) is not None and found.bfloat16_unit() > 0
+    return False
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Exchange every linear layer that can be packed, in place; how many were.
+
+    A weight tied to something else, such as an embedding, stays there and is packed beside it.
+    """
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and can_pack(child)
+    ]
+    if not found:
+        return 0
+    arena = Arena(sum(room(packed_bytes(child)) for _, _, child in found))
+    for parent, name, child in found:
+        setattr(parent, name, PackedLinear(child, arena))
+    return len(found)
+
+
+def packed_bytes(linear: nn.Linear) -> int:
+    return -(-linear.out_features // BLOCK) * BLOCK * linear.in_features * linear.weight.dtype.itemsize
+
+
+def _fake(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
