@@ -581,7 +581,7 @@ class Control:
             self._replace_model(served, event.revision)
         served.fingerprint, served.vocab_size = capability.fingerprint, capability.vocab_size
         served.revision = max(served.revision, event.revision)
-        served.cells = capability.usable_cells
+        served.cells, served.sequences = capability.usable_cells, capability.max_sequences
         w.revision, w.joined_us = event.revision, self._now
         w.quiet_since_us = self._now
         self._fleet.joined(w.id, event.revision, self._now)
@@ -763,6 +763,7 @@ class Control:
             waiting_tokens=self._line.tokens,
             cells_used=sum(w.table.used_cells - w.cells_cached for w in self._workers.values()),
             cells_per_worker=min(cells, default=self._served.cells),
+            sequences_per_worker=self._served.sequences,
             wait_us=self._forecast(self._line.tokens, 0),
             start_us=self._fleet.start_us,
         )

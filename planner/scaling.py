@@ -47,6 +47,7 @@ class Load:
     waiting_tokens: int  # of prompts in line
     cells_used: int  # by sessions, all workers
     cells_per_worker: int  # 0: no worker has ever joined
+    sequences_per_worker: int  # 0: no worker has ever joined
     wait_us: int | None  # predicted, for a new prompt behind the line; None: nothing measured, or no worker
     start_us: int | None  # how long a worker took to start, lately; None: none has
 
@@ -98,6 +99,8 @@ class Scaler:
         if load.cells_per_worker:
             cells = load.cells_used + load.waiting_tokens
             needed = max(needed, _ceil(cells, int(load.cells_per_worker * self._config.target_occupancy) or 1))
+        if load.sequences_per_worker:
+            needed = max(needed, _ceil(load.generations, load.sequences_per_worker))
         if load.wait_us is not None and load.ready:
             target_us = int(self._config.target_wait_s * 1e6)
             if load.wait_us > max(target_us, load.start_us or 0):

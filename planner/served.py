@@ -10,11 +10,12 @@ from microtome.planner.admission import WaitingLine
 class Served:
     """Mutable; `Control` is its one caller. `fingerprint` and `vocab_size` are unknown until a worker has joined."""
 
-    __slots__ = ("cells", "fingerprint", "line", "revision", "vocab_size")
+    __slots__ = ("cells", "fingerprint", "line", "revision", "sequences", "vocab_size")
 
     def __init__(self, line: WaitingLine) -> None:
         self.fingerprint: str | None = None
         self.vocab_size: int | None = None
         self.revision = 0  # of settings: the newest that has brought this model
         self.cells = 0  # usable ones, of the worker that joined last; 0: none has
+        self.sequences = 0  # live at once, likewise
         self.line = line

@@ -19,6 +19,7 @@ IDLE = Load(
     waiting_tokens=0,
     cells_used=0,
     cells_per_worker=1000,
+    sequences_per_worker=100,
     wait_us=None,
     start_us=None,
 )
@@ -36,6 +37,12 @@ def test_cells_in_use_and_waiting_prompts_ask_for_more() -> None:
     assert scaler.wanted(replace(BUSY, cells_used=500)) == 1
     assert scaler.wanted(replace(BUSY, cells_used=500, waiting_tokens=1)) == 2
     assert scaler.wanted(replace(BUSY, cells_used=900, waiting_tokens=700)) == 4
+
+
+def test_more_generations_than_the_workers_can_hold_ask_for_more() -> None:
+    scaler = Scaler(CONFIG, 1, 0)
+    assert scaler.wanted(replace(BUSY, generations=100)) == 1
+    assert scaler.wanted(replace(BUSY, generations=101)) == 2
 
 
 def test_predicted_wait_above_the_target_asks_for_as_many_as_bring_it_down() -> None:
