@@ -26,6 +26,7 @@ COUNTERS = (
     ("prompt_tokens", "microtome_prompt_tokens", 1, "Prompt tokens of admitted generations"),
     ("output_tokens", "microtome_output_tokens", 1, "Tokens delivered"),
     ("cached_tokens", "microtome_cached_tokens", 1, "Prompt tokens found in the prefix cache"),
+    ("prefilled_tokens", "microtome_prefilled_tokens", 1, "Given tokens that were run, recomputed ones included"),
     ("overshoot_tokens", "microtome_overshoot_tokens", 1, "Tokens decoded after a stop that was not yet known"),
     ("parked", "microtome_parked", 1, "Times a running generation gave up its cells"),
     ("moved", "microtome_moved", 1, "Times a generation lost its worker and moved"),

@@ -475,6 +475,7 @@ class Control:
         self._changed[w.id] = w
         self._counters.steps += 1
         self._counters.step_us += result.step_us
+        self._counters.prefilled_tokens += step.prefilled
         self._counters.idle_us += 0 if step.after_pause else result.idle_us
         self._take_tokens(w, step, result)
 

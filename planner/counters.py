@@ -19,6 +19,7 @@ class Counters:
     prompt_tokens: int = 0  # of accepted generations
     output_tokens: int = 0  # delivered
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    prefilled_tokens: int = 0  # given tokens that were run: of prompts, and again of what was parked or moved
     overshoot_tokens: int = 0  # decoded after a stop that was not yet known
     parked: int = 0  # times a running generation gave up its cells for another
     moved: int = 0  # times one lost its worker, or left it

@@ -55,7 +55,7 @@ Slices = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 class Step:
     """A step under way: one entry per input in packed order, and what is needed to take it back."""
 
-    __slots__ = ("after_pause", "cells", "inputs", "number", "ops", "outputs", "residents", "sent_us")
+    __slots__ = ("after_pause", "cells", "inputs", "number", "ops", "outputs", "prefilled", "residents", "sent_us")
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Step:
         ops: tuple[SequenceOp, ...],
         sent_us: int,
         after_pause: bool,
+        prefilled: int,
     ) -> None:
         self.number = number
         self.inputs = inputs
@@ -75,6 +76,7 @@ class Step:
         self.cells = cells  # None: a step of operations only
         self.ops = ops
         self.sent_us = sent_us
+        self.prefilled = prefilled  # tokens given, not fed back
         self.after_pause = after_pause  # before it there was nothing to do: the worker's gap is no idling
 
 
@@ -345,7 +347,7 @@ class WorkerPlan:
             self.quiet_since_us = now_us
         number = StepNumber(self._next_step)
         self._next_step += 1
-        self.in_flight.append(Step(number, batch, holders, outputs, cell_plan, ops, now_us, self._paused))
+        self.in_flight.append(Step(number, batch, holders, outputs, cell_plan, ops, now_us, self._paused, len(tokens)))
         self._paused = False
         return StepPlan(
             incarnation=self.incarnation,

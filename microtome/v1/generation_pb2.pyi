@@ -193,7 +193,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., cells_used: _Optional[int] = ..., cells_usable: _Optional[int] = ..., sessions: _Optional[int] = ..., steps: _Optional[int] = ..., cause: _Optional[str] = ..., cells_cached: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("generations_started", "generations_finished", "prompt_tokens", "output_tokens", "overshoot_tokens", "steps", "step_us", "idle_us", "cached_tokens")
+    __slots__ = ("generations_started", "generations_finished", "prompt_tokens", "output_tokens", "overshoot_tokens", "steps", "step_us", "idle_us", "cached_tokens", "prefilled_tokens", "moved", "parked")
     GENERATIONS_STARTED_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,9 @@ class Counters(_message.Message):
     STEP_US_FIELD_NUMBER: _ClassVar[int]
     IDLE_US_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
     generations_started: int
     generations_finished: int
     prompt_tokens: int
@@ -212,4 +215,7 @@ class Counters(_message.Message):
     step_us: int
     idle_us: int
     cached_tokens: int
-    def __init__(self, generations_started: _Optional[int] = ..., generations_finished: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., overshoot_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_us: _Optional[int] = ..., idle_us: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    prefilled_tokens: int
+    moved: int
+    parked: int
+    def __init__(self, generations_started: _Optional[int] = ..., generations_finished: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., overshoot_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_us: _Optional[int] = ..., idle_us: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., moved: _Optional[int] = ..., parked: _Optional[int] = ...) -> None: ...
