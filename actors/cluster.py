@@ -321,16 +321,19 @@ def _start_local_ray(config: ServiceConfig) -> None:
     os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token file, and every later cluster wants it
     _keep_to_loopback()
     wanted = 1 + config.workers.cpus * config.workers.count
-    with _sigterm_kept():
-        ray.init(
-            address="local",
-            namespace=config.service.ray_namespace,
-            num_cpus=max(os.cpu_count() or 1, int(-(-wanted // 1))),
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+    try:
+        with _sigterm_kept():
+            ray.init(
+                address="local",
+                namespace=config.service.ray_namespace,
+                num_cpus=max(os.cpu_count() or 1, int(-(-wanted // 1))),
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+    except (ConnectionError, RayError, RuntimeError) as error:
+        raise BadConfig(f"Ray cannot be started on this machine: {_last_line(error)}") from error
 
 
 def _connect(ray_address: str | None, namespace: str) -> None:
