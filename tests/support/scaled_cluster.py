@@ -26,8 +26,8 @@ from microtome.planner.types import WorkerId
 from tests.support.fake_executor import FakeExecutor
 from tests.support.small_cluster import SmallCluster
 
-STEP_US = 20_000
-TICK_STEPS = 5  # a tick each so many steps
+STEP_US = 50_000
+TICK_STEPS = 4  # a tick each so many steps
 
 
 @dataclass(slots=True)

@@ -146,19 +146,17 @@ def test_dead_worker_is_replaced_under_a_new_name() -> None:
 
 def test_steady_load_moves_no_worker_once_it_is_met() -> None:
     cluster = ScaledCluster(SCALING, usable_cells=1024, max_sequences=16, config=PlannerConfig(prefix_cache=False))
-    for second in range(120):
+    for second in range(60):
         cluster.submit([second] * 60, 100)
-        cluster.advance(S // 2)
-        cluster.submit([second] * 60, 100)
-        cluster.advance(S // 2)
-    late = [change for change in cluster.changes if change[0] > 40 * S]
+        cluster.advance(S)
+    late = [change for change in cluster.changes if change[0] > 30 * S]
     assert late == [], f"a steady load is answered by {late}"
     assert cluster.names
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10), st.integers(1, 120)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 10), st.integers(1, 80)), min_size=1, max_size=4),
     st.integers(1, 30),
 )
 def test_no_load_flaps_the_workers_or_leaves_anybody_behind(bursts: list[tuple[int, int, int]], start_s: int) -> None:
@@ -171,7 +169,7 @@ def test_no_load_flaps_the_workers_or_leaves_anybody_behind(bursts: list[tuple[i
             prompt = [n + 1] * tokens
             asked[cluster.submit(prompt, tokens)] = (prompt, tokens)
         cluster.advance(pause_s * S)
-    cluster.advance(120 * S)
+    cluster.advance(80 * S)
     for name, (prompt, tokens) in asked.items():
         assert cluster.tokens[name] == expected(prompt, tokens)
     assert cluster.names == []
@@ -193,6 +191,8 @@ def test_worker_that_drains_is_missed_before_it_is_gone() -> None:
     assert started(cluster)[-1] == "worker-2"
     cluster.advance(10 * S)
     assert cluster.names == ["worker-2"]
+    assert not cluster.finish(name)
+    cluster.advance(10 * S)
     assert cluster.tokens[name] == expected([3] * 5, 300)
     assert cluster.control.status().counters.moved == 1
 
@@ -200,7 +200,7 @@ def test_worker_that_drains_is_missed_before_it_is_gone() -> None:
 def test_drain_that_nobody_can_take_over_from_ends_at_its_deadline_and_its_sessions_wait() -> None:
     cluster = fleet(ONE)
     cluster.start_us = 20 * S
-    name = cluster.submit([3] * 5, 2000)
+    name = cluster.submit([3] * 5, 300)
     cluster.advance(S)
     cluster.handle(
         WorkerDraining(at_us=cluster.now_us, worker=WorkerId("worker-1"), deadline_us=cluster.now_us + 2 * S)
@@ -209,8 +209,8 @@ def test_drain_that_nobody_can_take_over_from_ends_at_its_deadline_and_its_sessi
     assert cluster.names == ["worker-1"]
     cluster.advance(2 * S)
     assert cluster.names == [], "its node was taken with the session still on it"
-    cluster.advance(70 * S)
-    assert cluster.tokens[name] == expected([3] * 5, 2000)
+    cluster.advance(40 * S)
+    assert cluster.tokens[name] == expected([3] * 5, 300)
 
 
 def test_released_worker_is_forgotten_and_its_late_answers_are_dropped() -> None:
