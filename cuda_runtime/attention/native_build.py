@@ -22,7 +22,9 @@ SOURCES = Path(__file__).parent / "native"
 COMPILERS = ("g++", "c++", "clang++")
 KERNEL_FLAGS = ("-O3", "-fopenmp")
 BINDING_FLAGS = ("-O2",)
-SHARED_FLAGS = ("-std=c++20", "-fPIC", "-w")  # -w: GCC's own vector headers trip its uninitialised-value warning
+# Hidden, so that two such libraries in one process never share a name; -w: GCC's own vector headers trip its
+# uninitialised-value warning.
+SHARED_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
 
 
 def find_compiler() -> str | None:
