@@ -1,10 +1,11 @@
 """What one seed is about: the sizes, the traffic and the faults of one simulated life."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from microtome.planner.config import PlannerConfig
 from microtome.planner.policies import POLICIES
+from microtome.planner.scaling import ScalingConfig
 from microtome.planner.types import MethodTable
 from tests.support.fake_executor import method_table
 
@@ -23,6 +24,8 @@ class Scenario:
     fault_rate: float  # of a step
     death_every_us: int  # mean time between a worker's deaths; 0: none
     restart_at_us: int  # the driver dies and comes back; 0: it does not
+    scaling: ScalingConfig | None  # the planner starts and drains the workers itself, `workers` of them at first
+    update_at_us: int  # every worker gets other settings; 0: none does
 
     @property
     def max_tokens(self) -> int:
@@ -50,7 +53,7 @@ def scenario(rng: Random) -> Scenario:
         tenant_weights=("a=3",),
         target_step_ms=rng.choice((None, None, 1.2)),
     )
-    return Scenario(
+    plot = Scenario(
         config=config,
         table=method_table(widths, max_step_tokens),
         workers=rng.choice((1, 1, 2, 3)),
@@ -61,4 +64,18 @@ def scenario(rng: Random) -> Scenario:
         fault_rate=rng.choice((0.002, 0.02, 0.08)) if faulty else 0.0,
         death_every_us=rng.choice((0, 40_000, 150_000)) if faulty else 0,
         restart_at_us=rng.choice((0, 0, 60_000)),
+        scaling=None,
+        update_at_us=0,
     )
+    if rng.random() < 0.6:
+        return plot
+    least = rng.choice((0, 1, 2))
+    scaling = ScalingConfig(
+        min_workers=least,
+        max_workers=max(1, least) + rng.choice((0, 1, 2)),
+        target_wait_s=rng.choice((0.002, 0.02)),
+        target_occupancy=rng.choice((0.5, 0.9)),
+        settle_s=rng.choice((0.01, 0.05)),
+        idle_s=rng.choice((0.01, 0.05)),
+    )
+    return replace(plot, scaling=scaling, update_at_us=rng.choice((0, 30_000, 90_000)))

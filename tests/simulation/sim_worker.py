@@ -35,6 +35,7 @@ class SimWorker:
         self.executor = executor
         self.capability = executor.describe()
         self.incarnation = self.capability.incarnation
+        self.revision = 0  # of the settings it was started with
         self.alive = True  # the process is there
         self.hung = False
         self.doomed = False  # its state is unknown after a failed step

@@ -10,17 +10,24 @@ from random import Random
 from microtome.planner.control import Control
 from microtome.planner.events import (
     Deliver,
+    DrainBegun,
     Event,
     GiveUpWorker,
     Instruction,
     ReleaseWorker,
     Restored,
     RunStep,
+    Scale,
     SessionAnswer,
+    StartWorker,
     Tick,
+    UpdateEnded,
+    UpdateWorkers,
     WorkerDraining,
     WorkerGone,
     WorkerJoined,
+    WorkerPlaced,
+    WorkerStartFailed,
 )
 from microtome.planner.types import StepNumber, WorkerId
 from tests.simulation.callers import Callers
@@ -46,11 +53,17 @@ class World:
         self.callers = Callers(self.rng, self.plot, self.clock, self.post)
         self.events = 0
         self._lives = 0
+        self._coming: set[WorkerId] = set()  # asked for by the planner
+        self._revision = 0  # of the workers' settings
         self._handling = False
 
     def live(self) -> None:
         self.story.tell(0, repr(self.plot))
-        for number in range(self.plot.workers):
+        if self.plot.scaling is not None:
+            self.post(Scale(at_us=0, scaling=self.plot.scaling, count=self.plot.workers))
+            if self.plot.update_at_us:
+                self.clock.after(self.plot.update_at_us, self._update)
+        for number in range(0 if self.plot.scaling is not None else self.plot.workers):
             name = WorkerId(f"w{number}")
             self.clock.after(self.rng.randrange(0, 20_000), lambda name=name: self.join(name))
             if self.plot.death_every_us:
@@ -96,9 +109,17 @@ class World:
                     assert not sound, f"{name} is given up and was at no fault"
                     self._end(worker)
             case ReleaseWorker(worker=name):
-                self._end(self.workers[name])
+                if name in self.workers:
+                    self._end(self.workers[name])
+                self._coming.discard(name)  # or it has not come yet
+            case StartWorker(worker=name, revision=revision):
+                self._coming.add(name)
+                self.clock.after(self.rng.randrange(500, 5000), lambda: self._place(name))
+                self.clock.after(self.rng.randrange(5000, 40_000), lambda: self._arrive(name, revision))
             case Deliver() | SessionAnswer() | Restored():
                 pass  # the callers have seen it
+            case DrainBegun() | UpdateEnded():
+                pass  # nothing is to be done about it
 
     def _poison(self, worker: SimWorker) -> None:
         """Cells that nobody holds in the planner's table hold nothing on the worker, once it knows of it."""
@@ -111,7 +132,28 @@ class World:
 
     # --- workers ---
 
-    def join(self, name: WorkerId) -> None:
+    def _place(self, name: WorkerId) -> None:
+        if name in self._coming:
+            self.post(WorkerPlaced(at_us=self.clock.now_us, worker=name))
+
+    def _arrive(self, name: WorkerId, revision: int) -> None:
+        """A worker that was asked for joins, or does not."""
+        if name not in self._coming:
+            return
+        self._coming.remove(name)
+        if self.clock.now_us < self.plot.horizon_us and self.rng.random() < self.plot.fault_rate * 2:
+            self.post(WorkerStartFailed(at_us=self.clock.now_us, worker=name, cause="failed in the simulation"))
+            return
+        self.join(name, revision)
+        if self.plot.death_every_us:
+            self._plan_trouble(name)
+
+    def _update(self) -> None:
+        self._revision += 1
+        surge = self.rng.random() < 0.5
+        self.post(UpdateWorkers(at_us=self.clock.now_us, revision=self._revision, surge=surge))
+
+    def join(self, name: WorkerId, revision: int = 0) -> None:
         self._lives += 1
         executor = FakeExecutor(
             incarnation=f"{self._lives:032x}",
@@ -130,13 +172,16 @@ class World:
             plan_ahead=self.plot.config.plan_ahead,
         )
         self.workers[name] = worker
-        self.post(WorkerJoined(at_us=self.clock.now_us, worker=name, capability=worker.capability))
+        worker.revision = revision
+        self.post(WorkerJoined(at_us=self.clock.now_us, worker=name, capability=worker.capability, revision=revision))
 
     def _end(self, worker: SimWorker) -> None:
         """The process is gone; another life of the worker starts after a while."""
         worker.alive = False
         if self.workers.get(worker.name) is worker:
             del self.workers[worker.name]
+        if self.plot.scaling is not None:
+            return  # the planner asks for another one, if it wants one
         self.clock.after(self.rng.randrange(1000, 30_000), lambda: self._rejoin(worker.name))
         if worker.hung and self.rng.random() < 0.5:
             self.clock.after(self.rng.randrange(1, 60_000), lambda: self._wake(worker))
@@ -184,7 +229,7 @@ class World:
                 self.post(WorkerDraining(at_us=self.clock.now_us, worker=name))
             else:
                 worker.alive = False
-                self.join(name)  # its place was taken before anyone said that it was gone
+                self.join(name, worker.revision)  # its place was taken before anyone said that it was gone
         self._plan_trouble(name)
 
     def _die(self, worker: SimWorker) -> None:
@@ -203,6 +248,7 @@ class World:
         self.story.tell(self.clock.now_us, "the driver restarts")
         self.control = Control(self.plot.config)
         self.callers.driver_lost()
+        self._coming.clear()
         for name, worker in list(self.workers.items()):
             if not worker.alive or worker.hung or worker.doomed:
                 self._end(worker)
@@ -215,8 +261,13 @@ class World:
                     capability=worker.capability,
                     held=worker.executor.snapshot(),
                     last_step=StepNumber(worker.last_step),
+                    revision=worker.revision,
                 )
             )
+        if self.plot.scaling is not None:
+            if self._revision:
+                self.post(UpdateWorkers(at_us=self.clock.now_us, revision=self._revision, tried=True))
+            self.post(Scale(at_us=self.clock.now_us, scaling=self.plot.scaling, count=len(self.workers)))
         self.callers.ask_again(self.control)
 
     # --- the end ---
@@ -241,6 +292,10 @@ class World:
             assert w.table.used_cells == w.cells_cached, f"{w.id} leaks cells"
             worker = self.workers[w.id]
             assert worker.executor.snapshot() == (), f"{w.id} was not told what ended"
+        if self.plot.scaling is not None:
+            staying = [w for w in self.control._workers.values() if not w.draining]
+            assert len(staying) >= self.plot.scaling.min_workers, "fewer workers than there have to be"
+            assert len(staying) == self.plot.scaling.min_workers, "nothing is to be done, and workers are kept"
         counters = status.counters
         assert counters.generations_started == counters.generations_finished
 
