@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from microtome.aio import AsyncClient
     from microtome.answers import Completion, FinishReason, Model, ServiceStatus, Update, Usage
     from microtome.client import Client
+    from microtome.discovery import connect
     from microtome.errors import MicrotomeError
     from microtome.retry import Retry
     from microtome.sampling import GenerateOptions
@@ -35,6 +36,7 @@ __all__ = [
     "Update",
     "Usage",
     "__version__",
+    "connect",
     "errors",
 ]
 
@@ -50,6 +52,7 @@ _HOMES = {  # name → the module that defines it
     "ServiceStatus": "microtome.answers",
     "Update": "microtome.answers",
     "Usage": "microtome.answers",
+    "connect": "microtome.discovery",
 }
 
 

@@ -5,7 +5,7 @@ What both clients know lies in `call`, `sampling` and `answers`; here is only th
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -26,8 +26,8 @@ from microtome.sampling import (
     resume_request_of,
     seconds_or_none,
 )
+from microtome.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from microtome.v1 import generation_pb2 as pb
-from microtome.v1 import generation_pb2_grpc
 
 __all__ = ["AsyncClient", "AsyncGeneration"]
 
@@ -108,6 +108,28 @@ class AsyncClient:
         """How the service is: workers, load, counters."""
         return status_of(await self._unary("Status", pb.StatusRequest()))
 
+    async def drain(self, worker: str, *, timeout_s: float | None = None) -> None:
+        """Take one worker out of service, and wait until its sessions have moved and its process has ended.
+
+        `worker` as `status` names it. For operators. Raises NotFound when no such worker is ready; giving up the
+        waiting, as DeadlineExceeded does, does not end the work.
+        """
+        stub = admin_pb2_grpc.AdminStub(self._connection())
+        await self._once(stub.DrainWorker, admin_pb2.DrainWorkerRequest(worker=worker), timeout_s)
+
+    async def update(
+        self, settings: Mapping[str, str], *, drain_first: bool = False, timeout_s: float | None = None
+    ) -> int:
+        """Replace every worker by one with other settings, one after the other, and wait; no stream is dropped.
+
+        `settings`: "model" and "runtime.…" as in a configuration. `drain_first`: give up a worker's place before asking
+        for the next one, where none is spare. Returns the settings' revision. For operators. Raises WrongState for
+        settings that cannot be, Unavailable when no worker starts with them: then nothing has changed.
+        """
+        stub = admin_pb2_grpc.AdminStub(self._connection())
+        request = admin_pb2.UpdateRequest(settings=settings, drain_first=drain_first)
+        return int((await self._once(stub.Update, request, timeout_s)).revision)
+
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the service says that it serves. Raises DeadlineExceeded with the last reason why not."""
         readiness = Readiness(self.address, positive_seconds("timeout_s", timeout_s))
@@ -164,16 +186,18 @@ class AsyncClient:
         while True:
             method = getattr(generation_pb2_grpc.GenerationStub(self._connection()), name)
             try:
-                return await method(request, timeout=call.remaining_s())
+                return await _answer(method, request, call)
             except grpc.RpcError as failure:
                 wait_s = call.failed(failure)
-            except asyncio.CancelledError as cancelled:
-                if _task_is_cancelled():
-                    raise
-                raise Cancelled(CLOSED_MEANWHILE, "CANCELLED") from cancelled
-            except grpc.aio.UsageError as error:
-                raise ClientClosed(CLOSED) from error
             await asyncio.sleep(wait_s)
+
+    async def _once(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        """A call that is not tried again: what it began may go on."""
+        call = Call(self.address, self._retry, seconds_or_none("timeout_s", timeout_s))
+        try:
+            return await _answer(method, request, call)
+        except grpc.RpcError as failure:
+            raise call.error_of(failure) from failure
 
     def _connection(self) -> grpc.aio.Channel:
         if self._closed:
@@ -292,6 +316,18 @@ class AsyncGeneration(AsyncIterator[Update]):
         except BaseException:
             self.close()
             raise
+
+
+async def _answer(method: Callable[..., Any], request: Any, call: Call) -> Any:
+    """The answer of one attempt. Raises what gRPC raises for a failure, and ours for a client that was closed."""
+    try:
+        return await method(request, timeout=call.remaining_s())
+    except asyncio.CancelledError as cancelled:
+        if _task_is_cancelled():
+            raise
+        raise Cancelled(CLOSED_MEANWHILE, "CANCELLED") from cancelled
+    except grpc.aio.UsageError as error:
+        raise ClientClosed(CLOSED) from error
 
 
 def _task_is_cancelled() -> bool:

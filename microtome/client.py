@@ -5,7 +5,7 @@ What both clients know lies in `call`, `sampling` and `answers`; here is only th
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -25,8 +25,8 @@ from microtome.sampling import (
     resume_request_of,
     seconds_or_none,
 )
+from microtome.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from microtome.v1 import generation_pb2 as pb
-from microtome.v1 import generation_pb2_grpc
 
 __all__ = ["Client", "Generation"]
 
@@ -59,6 +59,7 @@ class Client:
         else:
             self._channel = grpc.secure_channel(address, credentials, options)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
@@ -112,6 +113,24 @@ class Client:
         """How the service is: workers, load, counters."""
         return status_of(self._unary(self._stub.Status, pb.StatusRequest()))
 
+    def drain(self, worker: str, *, timeout_s: float | None = None) -> None:
+        """Take one worker out of service, and wait until its sessions have moved and its process has ended.
+
+        `worker` as `status` names it. For operators. Raises NotFound when no such worker is ready; giving up the
+        waiting, as DeadlineExceeded does, does not end the work.
+        """
+        self._once(self._admin.DrainWorker, admin_pb2.DrainWorkerRequest(worker=worker), timeout_s)
+
+    def update(self, settings: Mapping[str, str], *, drain_first: bool = False, timeout_s: float | None = None) -> int:
+        """Replace every worker by one with other settings, one after the other, and wait; no stream is dropped.
+
+        `settings`: "model" and "runtime.…" as in a configuration. `drain_first`: give up a worker's place before asking
+        for the next one, where none is spare. Returns the settings' revision. For operators. Raises WrongState for
+        settings that cannot be, Unavailable when no worker starts with them: then nothing has changed.
+        """
+        request = admin_pb2.UpdateRequest(settings=settings, drain_first=drain_first)
+        return int(self._once(self._admin.Update, request, timeout_s).revision)
+
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the service says that it serves. Raises DeadlineExceeded with the last reason why not."""
         readiness = Readiness(self.address, positive_seconds("timeout_s", timeout_s))
@@ -155,6 +174,17 @@ class Client:
             except ValueError as error:  # closed since we looked
                 raise ClientClosed(CLOSED) from error
             self._closed.wait(wait_s)
+
+    def _once(self, method: Callable[..., _Answer], request: Any, timeout_s: float | None) -> _Answer:
+        """A call that is not tried again: what it began may go on."""
+        call = Call(self.address, self._retry, seconds_or_none("timeout_s", timeout_s))
+        self._refuse_if_closed()
+        try:
+            return method(request, timeout=call.remaining_s())
+        except grpc.RpcError as failure:
+            raise call.error_of(failure) from failure
+        except ValueError as error:  # closed since we looked
+            raise ClientClosed(CLOSED) from error
 
     def _generation(self, request: pb.GenerateRequest | pb.ResumeRequest, timeout_s: float | None) -> "Generation":
         call = GenerationCall(request, self.address, self._retry, seconds_or_none("timeout_s", timeout_s))

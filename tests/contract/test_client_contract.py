@@ -19,6 +19,7 @@ from microtome.aio import AsyncClient, AsyncGeneration
 from microtome.answers import Update
 from microtome.client import Client, Generation
 from microtome.retry import Retry
+from microtome.v1 import admin_pb2
 from microtome.v1 import generation_pb2 as pb
 from tests.support.fake_generation import (
     HELLO,
@@ -315,7 +316,7 @@ async def test_a_closed_client_says_so(connect: Connect, served: Served) -> None
     async with connect(served.address) as client:
         await client.model()
         await client.close()
-        for call in (client.complete("hi"), client.model(), client.wait_ready(1)):
+        for call in (client.complete("hi"), client.model(), client.wait_ready(1), client.drain("worker-1")):
             with pytest.raises(errors.ClientClosed, match="the client is closed"):
                 await call
 
@@ -673,6 +674,28 @@ async def test_wait_ready_says_why_it_gave_up(connect: Connect, served: Served) 
         await asyncio.to_thread(served.stop)
         with pytest.raises(errors.DeadlineExceeded, match=r"no service answers at .*; waited 0\.3 s$"):
             await client.wait_ready(0.3)
+
+
+# --- for operators ---
+
+
+async def test_drain_and_update_say_what_was_asked(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        await client.drain("worker-1")
+        assert await client.update({"runtime.dtype": "bfloat16", "model": "other"}, drain_first=True) == 3
+    assert served.service.seen == [
+        admin_pb2.DrainWorkerRequest(worker="worker-1"),
+        admin_pb2.UpdateRequest(settings={"runtime.dtype": "bfloat16", "model": "other"}, drain_first=True),
+    ]
+
+
+async def test_what_may_have_begun_on_the_service_is_not_begun_again(connect: Connect, served: Served) -> None:
+    served.service.failures = [(grpc.StatusCode.UNAVAILABLE, "no worker starts with them")] * 2
+    async with connect(served.address) as client:
+        for call in (client.update({"model": "other"}), client.drain("worker-1")):
+            with pytest.raises(errors.Unavailable, match=r"^no worker starts with them$"):
+                await call
+    assert len(served.service.seen) == 2
 
 
 # --- the two faces ---

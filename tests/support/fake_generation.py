@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from microtome.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from microtome.v1 import generation_pb2 as pb
-from microtome.v1 import generation_pb2_grpc
 
 Script = Callable[[Any, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
 
@@ -97,7 +97,7 @@ class Held:
         self.gate.set()
 
 
-class FakeGeneration(generation_pb2_grpc.GenerationServicer):
+class FakeGeneration(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):
     """The scripted service. `scripts` are used up one per call of Generate, `resumes` one per call of Resume; the last
     of either stays. Without `resumes` no generation is known.
 
@@ -170,6 +170,16 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         self._note(request, context)
         return self.status
 
+    def DrainWorker(
+        self, request: admin_pb2.DrainWorkerRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.DrainWorkerResponse:
+        self._note(request, context)
+        return admin_pb2.DrainWorkerResponse()
+
+    def Update(self, request: admin_pb2.UpdateRequest, context: grpc.ServicerContext) -> admin_pb2.UpdateResponse:
+        self._note(request, context)
+        return admin_pb2.UpdateResponse(revision=3)
+
     def asked(self, kind: type[Any]) -> list[Any]:
         """The requests of one kind, in order."""
         return [request for request in self.seen if isinstance(request, kind)]
@@ -198,6 +208,7 @@ class Served:
         options = (("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 50))
         server = grpc.server(ThreadPoolExecutor(max_workers=16), options=options)
         generation_pb2_grpc.add_GenerationServicer_to_server(self.service, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(self.service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self.service.health, server)
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         server.start()
