@@ -230,9 +230,8 @@ def drain(
     address: Address = local.DEFAULT_ADDRESS,
 ) -> None:
     """Take one worker out of service without breaking a stream, and wait until it is gone."""
-    from microtome.admin import drain_worker
-
-    drain_worker(address, worker, timeout_s=timeout_s)
+    with microtome.Client(address) as client:
+        client.drain(worker, timeout_s=timeout_s)
     print(f"{worker} is drained")
 
 
@@ -249,15 +248,14 @@ def update(
     address: Address = local.DEFAULT_ADDRESS,
 ) -> None:
     """Change the model or the workers' settings, worker by worker, without dropping a stream."""
-    from microtome import admin
-
     layer = _set_layer(option or [], "--option")
     settings = {key if "." in key or key == "model" else f"runtime.{key}": str(value) for key, value in layer.items()}
     if model is not None:
         settings.update({"model": model, "runtime.model": local.server_part("fetch").resolve_model(model)})
     if not settings:
         raise typer.BadParameter("nothing is to be changed: give --model or --option", param_hint="--model")
-    revision = admin.update(address, settings, drain_first=drain_first, timeout_s=timeout_s)
+    with microtome.Client(address) as client:
+        revision = client.update(settings, drain_first=drain_first, timeout_s=timeout_s)
     print(f"every worker has the new settings (revision {revision})")
 
 
