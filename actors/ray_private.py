@@ -21,6 +21,7 @@ class ActorFacts:
     state: str  # "ALIVE", "RESTARTING", "DEAD", or on the way to the first
     pid: int  # 0: it has no process yet
     node_address: str
+    node: str  # its hex id
 
 
 def actor_facts(actor: Any) -> ActorFacts | None:
@@ -28,7 +29,7 @@ def actor_facts(actor: Any) -> ActorFacts | None:
     found = actors(actor._actor_id.hex())
     if not found:
         return None
-    return ActorFacts(found["State"], int(found["Pid"]), found["Address"]["IPAddress"])
+    return ActorFacts(found["State"], int(found["Pid"]), found["Address"]["IPAddress"], found["Address"]["NodeID"])
 
 
 def resources_per_node() -> Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]:

@@ -5,8 +5,8 @@ many are wanted; a `Fleet` says which to start and which to drain. It waits for 
 
 Promises. It asks for no worker before it was given its bounds. A worker that loads is never sent away; one that still
 waits for a place is, when it is not wanted any more. Who goes is the one with the least to move, those with older
-settings before all others. After a try that failed, or a worker that died young, the next try waits, twice as long each
-time, and is one at a time. An update that no worker has survived is taken back.
+settings before all others. After a start that failed, or a second worker that died young, the next start waits, twice
+as long each time; while starts fail they are tried one at a time. An update that no worker has survived is taken back.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,9 @@ class Fleet:
         self._surge = True
         self._before: int | None = None  # the revision to go back to, while no worker has joined with the new one
         self._last_number = 0
-        self._failures = 0  # tries in a row
+        self._failed_starts = 0  # in a row
+        self._young_deaths = 0  # with little time between them
+        self._last_death_us = 0
         self._not_before_us = 0
 
     @property
@@ -67,7 +69,7 @@ class Fleet:
         start = self.starting.pop(worker, None)
         if start is not None:
             self.start_us = now_us - start.asked_us
-        self._failures = self.callers = 0
+        self._failed_starts = self.callers = 0
         self._last_number = max(self._last_number, _number(worker))
         if revision > self.revision:  # an update that an earlier driver began
             self.revision, self._before, self.updating = revision, None, True
@@ -79,9 +81,14 @@ class Fleet:
             self.starting[worker].placed = True
 
     def lost(self, worker: WorkerPlan, now_us: int) -> None:
-        """A worker that had joined died, or was given up."""
+        """A worker that had joined died, or was given up. The first one is replaced at once."""
+        if now_us - worker.joined_us >= _SOUND_US or now_us - self._last_death_us >= _SOUND_US:
+            self._young_deaths = 0
+        self._last_death_us = now_us
         if now_us - worker.joined_us < _SOUND_US:
-            self._failed(now_us)
+            if self._young_deaths:
+                self._pause(self._young_deaths, now_us)
+            self._young_deaths += 1
 
     def start_failed(self, worker: WorkerId, cause: str, now_us: int) -> list[Instruction]:
         start = self.starting.pop(worker, None)
@@ -91,7 +98,8 @@ class Fleet:
             failed, self.revision = self.revision, self._before
             self.updating, self._before = False, None
             return [UpdateEnded(revision=failed, error=cause)]
-        self._failed(now_us)
+        self._failed_starts += 1
+        self._pause(self._failed_starts, now_us)
         return []
 
     def update(self, revision: int, surge: bool, tried: bool) -> None:
@@ -102,7 +110,7 @@ class Fleet:
             elif self._before is None:
                 self._before = self.revision
             self.revision, self._surge, self.updating = revision, surge, True
-            self._failures, self._not_before_us = 0, 0
+            self._failed_starts = self._young_deaths = self._not_before_us = 0
 
     # --- what to do ---
 
@@ -168,8 +176,10 @@ class Fleet:
         return out
 
     def _start(self, count: int, now_us: int) -> list[Instruction]:
-        if self._failures:
-            count = 0 if self.starting or now_us < self._not_before_us else 1
+        if now_us < self._not_before_us:
+            return []
+        if self._failed_starts:
+            count = 0 if self.starting else 1
         return [self._ask(self.revision, now_us) for _ in range(count)]
 
     def _ask(self, revision: int, now_us: int) -> StartWorker:
@@ -178,9 +188,9 @@ class Fleet:
         self.starting[worker] = Start(revision, now_us)
         return StartWorker(worker=worker, revision=revision)
 
-    def _failed(self, now_us: int) -> None:
-        self._not_before_us = now_us + min(_LAST_RETRY_US, _FIRST_RETRY_US << min(self._failures, 20))
-        self._failures += 1
+    def _pause(self, failures: int, now_us: int) -> None:
+        pause_us = min(_LAST_RETRY_US, _FIRST_RETRY_US << min(failures - 1, 20))
+        self._not_before_us = max(self._not_before_us, now_us + pause_us)
 
 
 def _by_weight(workers: Sequence[WorkerPlan]) -> list[WorkerPlan]:

@@ -28,4 +28,11 @@ def test_nodes_come_for_a_request_are_left_when_preempted_and_go_when_idle() -> 
     goes_on = seen["stream goes on elsewhere"]
     assert goes_on["right"]
     assert goes_on["tokens"] < 4000, "the stream was over before its node was left"
-    assert "idle node is gone" in seen
+    assert seen["up"]["driver_on_head"]
+    assert seen["backlog has brought a second worker and node"]["nodes"] == 3
+    lacks = seen["third one says what it lacks"]["cause"]
+    assert lacks.startswith("no node has room for it yet: node "), lacks
+    assert lacks.count("CPU needs 1, free 0 of 1") == 3, "it does not name every node"
+    assert seen["backlog is gone"]["right"]
+    assert seen["backlog is gone"]["tokens"] > 0
+    assert seen["idle node is gone"]["workers"] == 0

@@ -21,12 +21,12 @@ class Sleeper:
 def test_actor_facts_tell_process_node_and_death(ray_session: None) -> None:
     actor = Sleeper.remote()
     pid = ray.get(actor.pid.remote())
-    facts = ray_private.actor_facts(actor)
-    assert facts == ray_private.ActorFacts("ALIVE", pid, ray.util.get_node_ip_address())
+    facts, node = ray_private.actor_facts(actor), ray.get_runtime_context().get_node_id()
+    assert facts == ray_private.ActorFacts("ALIVE", pid, ray.util.get_node_ip_address(), node)
     ray.kill(actor)
     while (facts := ray_private.actor_facts(actor)) is not None and facts.state != "DEAD":
         time.sleep(0.01)
-    assert facts == ray_private.ActorFacts("DEAD", pid, ray.util.get_node_ip_address())
+    assert facts == ray_private.ActorFacts("DEAD", pid, ray.util.get_node_ip_address(), node)
 
 
 def test_resources_per_node_tell_free_from_total(ray_session: None) -> None:

@@ -279,11 +279,18 @@ class World:
     def _quiet(self) -> bool:
         return not self.callers.unfinished() and all(worker.idle for worker in self.workers.values())
 
+    def _staying(self) -> int:
+        return sum(not w.draining for w in self.control._workers.values())
+
     def _check_end(self) -> None:
         self.callers.close_all()
         settle_until = self.clock.now_us + 1_000_000
         while self.clock.now_us < settle_until:
             self.clock.step()
+        scaling, deadline_us = self.plot.scaling, self.clock.now_us + 2 * QUIET_LIMIT_US
+        while scaling is not None and self._staying() != scaling.min_workers:
+            self.clock.step()
+            assert self.clock.now_us < deadline_us, f"{self._staying()} workers stay with nothing to do"
         status = self.control.status()
         assert status.running == status.waiting == status.sessions == 0, f"not all ended: {status}"
         for w in self.control._workers.values():

@@ -13,7 +13,7 @@ from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import placement_group_table
 
-from microtome.actors import cluster
+from microtome.actors import cluster, ray_private
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
 from tests.support.calls import collect, read_until_broken, request, status_when, tokens_of, undisturbed
@@ -60,12 +60,14 @@ async def live(address: str) -> None:
         service__name=NAME,
         workers__count=0,
         workers__min=0,
-        workers__max=2,
+        workers__max=3,  # the cloud has nodes for two
         workers__settle_s=0,
         workers__idle_s=1,
     )
     endpoint = cluster.up(config, ray_address=address)
-    say("up", begin, nodes=len(nodes()))
+    driver = ray_private.actor_facts(ray.get_actor(NAME, namespace=NAME))
+    on_head = driver is not None and nodes() == {driver.node}
+    say("up", begin, nodes=len(nodes()), driver_on_head=on_head)
     async with grpc.aio.insecure_channel(endpoint.address) as channel:
         stub: rpc.GenerationStub = rpc.GenerationStub(channel)
 
@@ -90,7 +92,23 @@ async def live(address: str) -> None:
         say("stream goes on elsewhere", begin, right=tokens == undisturbed([2], len(tokens)), tokens=len(tokens))
 
         begin = time.monotonic()
+        asked = [[n + 1] * 600 for n in range(12)]
+        calls = [(prompt, list[int](), stub.Generate(request(prompt, max_new_tokens=900))) for prompt in asked]
+        reading_all = [asyncio.create_task(read_until_broken(call, tokens)) for _, tokens, call in calls]
+        status = await status_when(stub, lambda s: sum(w.state == "ready" and w.sessions > 0 for w in s.workers) == 2)
+        say("backlog has brought a second worker and node", begin, nodes=len(nodes()))
+        status = await status_when(stub, lambda s: any(w.state == "starting" and w.cause for w in s.workers))
+        pending = next(worker for worker in status.workers if worker.state == "starting")
+        say("third one says what it lacks", begin, cause=pending.cause)
+        for _, _, call in calls:
+            call.cancel()
+        await asyncio.wait(reading_all)
+        right = all(tokens == undisturbed(prompt, len(tokens)) for prompt, tokens, _ in calls)
+        say("backlog is gone", begin, right=right, tokens=sum(len(tokens) for _, tokens, _ in calls))
+
+        begin = time.monotonic()
         await nodes_when(1)
+        status = await stub.Status(pb.StatusRequest())
         say("idle node is gone", begin, workers=sum(w.state == "ready" for w in status.workers))
     cluster.down(NAME)
 
