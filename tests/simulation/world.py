@@ -299,10 +299,6 @@ class World:
             assert w.table.used_cells == w.cells_cached, f"{w.id} leaks cells"
             worker = self.workers[w.id]
             assert worker.executor.snapshot() == (), f"{w.id} was not told what ended"
-        if self.plot.scaling is not None:
-            staying = [w for w in self.control._workers.values() if not w.draining]
-            assert len(staying) >= self.plot.scaling.min_workers, "fewer workers than there have to be"
-            assert len(staying) == self.plot.scaling.min_workers, "nothing is to be done, and workers are kept"
         counters = status.counters
         assert counters.generations_started == counters.generations_finished
 
