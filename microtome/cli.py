@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +19,28 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import microtome
-from microtome import local
+from microtome import cli_offline, local
+from microtome.cli_options import (
+    Address,
+    ConfigFile,
+    Device,
+    Dtype,
+    IgnoreEos,
+    KvTokens,
+    MaxNewTokens,
+    MaxStepTokens,
+    MinP,
+    Model,
+    Seed,
+    Settings,
+    StopTokenId,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    layers_of,
+    pairs_of,
+)
 from microtome.errors import MicrotomeError, Unavailable
 from microtome.planner.errors import BatchingError
 from microtome.terminal import one_line, printable
@@ -60,17 +80,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Address = Annotated[
-    str, typer.Option("--address", "-a", envvar="MICROTOME_ADDRESS", help="Where the service answers, host:port.")
-]
-RayAddress = Annotated[
-    str | None, typer.Option(show_default="one of its own, here", help="The Ray cluster to use, host:port of its head.")
-]
-
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="A known model (smollm2-135m), a Hugging Face folder or a .gguf file.")],
+    model: Model,
     name: Annotated[
         str | None, typer.Option(show_default="microtome", help="Of the service; one name, one service.")
     ] = None,
@@ -86,33 +99,22 @@ def serve(
     idle_s: Annotated[
         float | None, typer.Option(show_default="300", help="Seconds without work before the last worker goes.")
     ] = None,
-    device: Annotated[str | None, typer.Option(show_default="cpu", help="cpu or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(show_default="auto", help="auto, float32, bfloat16 or float16.")] = None,
-    kv_tokens: Annotated[
-        int | None, typer.Option(show_default="by free memory", help="Tokens that the KV pool holds.")
+    device: Device = None,
+    dtype: Dtype = None,
+    kv_tokens: KvTokens = None,
+    max_step_tokens: MaxStepTokens = None,
+    threads: Threads = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(show_default="one of its own, here", help="The Ray cluster to use, host:port of its head."),
     ] = None,
-    max_step_tokens: Annotated[
-        int | None, typer.Option(show_default="512", help="Tokens of the widest forward.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(show_default="as torch finds it", help="CPU threads of each worker.")
-    ] = None,
-    ray_address: RayAddress = None,
-    config_file: Annotated[Path | None, typer.Option("--config", help="A YAML file of settings.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as in runtime.widths=1,2,4.")
-    ] = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
 ) -> None:
     """Serve MODEL in the foreground, until Ctrl-C or `microtome down`.
 
     Settings come from defaults, --config, MICROTOME_… variables and the options here, each over those before.
     """
-    layers: list[dict[str, object]] = []
-    reader = local.server_part("actors.config")
-    if config_file is not None:
-        layers.append(reader.file_layer(config_file))
-    layers.append(reader.environment_layer(os.environ))
-    layers.append(_set_layer(settings or []))
     given = {
         "model": model,
         "service.name": name,
@@ -128,7 +130,7 @@ def serve(
         "runtime.max_step_tokens": max_step_tokens,
         "runtime.threads": threads,
     }
-    layers.append({key: value for key, value in given.items() if value is not None})
+    layers = layers_of(config_file, settings, given)
     local.serve(local.configuration(*layers), ray_address, Console(), Console(stderr=True))
 
 
@@ -137,14 +139,14 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; with --chat the user's message; -: stdin.")],
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a chat message, by the model's template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message before it; implies --chat.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n", help="1 or more.")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0: greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total share.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Draw from tokens this likely, relative to the first.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Equal seeds draw equal tokens.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="Stop at this token, too; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end tokens.")] = False,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that all of it may take.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON when it is done.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tokens and times, on standard error.")] = False,
@@ -248,7 +250,7 @@ def update(
     address: Address = local.DEFAULT_ADDRESS,
 ) -> None:
     """Change the model or the workers' settings, worker by worker, without dropping a stream."""
-    layer = _set_layer(option or [], "--option")
+    layer = pairs_of(option or [], "--option")
     settings = {key if "." in key or key == "model" else f"runtime.{key}": str(value) for key, value in layer.items()}
     if model is not None:
         settings.update({"model": model, "runtime.model": local.server_part("fetch").resolve_model(model)})
@@ -305,6 +307,10 @@ def demo(
         raise typer.Exit(FAILED)
 
 
+app.command()(cli_offline.solo)
+app.command()(cli_offline.replay)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -315,16 +321,6 @@ def main() -> None:
     """The command's entry point."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own remarks on sockets: ours say it in one sentence
     app()
-
-
-def _set_layer(settings: list[str], option: str = "--set") -> dict[str, object]:
-    layer: dict[str, object] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{setting!r} is not of the form KEY=VALUE", param_hint=option)
-        layer[key.strip()] = value.strip()
-    return layer
 
 
 def _complain(sentence: str) -> None:

@@ -22,7 +22,7 @@ from microtome.aio import AsyncClient
 from microtome.answers import Update, Usage
 from microtome.chats import CHATS, Chat
 from microtome.errors import MicrotomeError
-from microtome.local import configuration, running
+from microtome.local import busy, configuration, running
 from microtome.terminal import head, one_line, tail
 from microtome.timing import Timing
 
@@ -71,7 +71,7 @@ def run_demo(console: Console, *, workers: int = 1, model: str = MODEL) -> bool:
     )
     began = time.monotonic()
     with ExitStack() as stack:
-        with _busy(console, f"starting Ray, the driver and {_count(workers, 'CPU worker')} with {model}"):
+        with busy(console, f"starting Ray, the driver and {_count(workers, 'CPU worker')} with {model}"):
             endpoint = stack.enter_context(running(config))
         ready_s = time.monotonic() - began
         console.print(f"[bold]{model}[/] is served at {endpoint.address}; it took {ready_s:.1f} s to start")
@@ -84,7 +84,7 @@ def run_demo(console: Console, *, workers: int = 1, model: str = MODEL) -> bool:
             if row.error:
                 console.print(Text(f"{row.chat.topic} failed: {one_line(row.error)}", style="red"))
         console.print()
-        stack.enter_context(_busy(console, "stopping what was started"))
+        stack.enter_context(busy(console, "stopping what was started"))
     console.print("the service and its Ray have ended")
     return not any(row.error for row in rows)
 
@@ -220,17 +220,6 @@ def whole_run(rows: Sequence[Row]) -> str:
         f"{chats}: {tokens} output tokens in {seconds:.1f} s, "
         f"{tokens / seconds:.1f} tokens/s; median TTFT {statistics.median(firsts):.0f} ms"
     )
-
-
-@contextmanager
-def _busy(console: Console, what: str) -> Iterator[None]:
-    """Say what is going on while it goes on: a spinner on a terminal, else a line."""
-    if not console.is_terminal:
-        console.print(what, soft_wrap=True)
-        yield
-        return
-    with console.status(what):
-        yield
 
 
 def _ms(value: float | None, digits: int) -> str:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,18 @@ def configuration(*layers: Mapping[str, object]) -> "ServiceConfig":
 
 
 @contextmanager
+def busy(console: Console, what: str, *, plainly: bool = True) -> Iterator[None]:
+    """Say what is going on while it goes on: a spinner on a terminal; elsewhere a line, unless `plainly` is False."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+        return
+    if plainly:
+        console.print(what, soft_wrap=True, markup=False)
+    yield
+
+
+@contextmanager
 def running(config: "ServiceConfig", ray_address: str | None = None) -> "Iterator[Endpoint]":
     """Bring the service up, and take it down when the block is left.
 
@@ -85,7 +97,7 @@ def serve(config: "ServiceConfig", ray_address: str | None, output: Console, rem
     """
     service, began = config.service.name, time.monotonic()
     with ExitStack() as stack:
-        with remarks.status(f"starting {service!r} with {config.model}") if remarks.is_terminal else nullcontext():
+        with busy(remarks, f"starting {service!r} with {config.model}", plainly=False):
             endpoint = stack.enter_context(running(config, ray_address))
         elsewhere = "" if endpoint.address == DEFAULT_ADDRESS else f" --address {endpoint.address}"
         count = config.workers.count

@@ -1,0 +1,130 @@
+"""The commands that need no service: a model run in this process, a journal run again."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from microtome import local
+from microtome.cli_options import (
+    ConfigFile,
+    Device,
+    Dtype,
+    IgnoreEos,
+    KvTokens,
+    MaxNewTokens,
+    MaxStepTokens,
+    MinP,
+    Model,
+    Seed,
+    Settings,
+    StopTokenId,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    layers_of,
+)
+from microtome.errors import InvalidRequest
+
+FAILED = 1
+
+
+def solo(
+    model: Model,
+    prompts: Annotated[
+        Path | None, typer.Option(show_default="the demo's chats", help="A file of prompts: one a line, text or JSON.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, show_default="all", help="Prompts at a time.")] = None,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    kv_tokens: KvTokens = None,
+    max_step_tokens: MaxStepTokens = None,
+    threads: Threads = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+) -> None:
+    """Run prompts through one planner and one executor in this process, without Ray or gRPC.
+
+    Prints texts, times, and what the executor did. Settings come from the same places as those of `serve`.
+    """
+    from microtome.solo_run import Solo, read_prompts
+
+    asked = read_prompts(
+        prompts,
+        {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+            "stop_token_ids": stop_token_id,
+            "ignore_eos": ignore_eos or None,
+        },
+    )
+    given = {
+        "model": model,
+        "runtime.device": device,
+        "runtime.dtype": dtype,
+        "runtime.kv_tokens": kv_tokens,
+        "runtime.max_step_tokens": max_step_tokens,
+        "runtime.threads": threads,
+    }
+    config = local.configuration(*layers_of(config_file, settings, given))
+    remarks = Console(stderr=True, highlight=False)
+    with local.busy(remarks, f"loading {config.model}"):
+        loaded = Solo(config)
+    with local.busy(remarks, f"running {len(asked)} prompts"):
+        report = loaded.answer(asked, concurrency=concurrency)
+    if as_json:
+        print(json.dumps(report.as_dict(), ensure_ascii=False))
+    else:
+        Console(highlight=False).print(report.view())
+    if any(said.error for said in report.said):
+        raise typer.Exit(FAILED)
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="A journal that a service has written.")],
+    policy: Annotated[str | None, typer.Option(show_default="as recorded", help="What if: under this policy.")] = None,
+    workers: Annotated[int | None, typer.Option(show_default="as recorded", help="What if: this many workers.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write what-if's figures to this file, too.")] = None,
+) -> None:
+    """Run a journal's events again, and say where the planner's answers first differ from those written down.
+
+    With --policy or --workers: simulate instead what those would have made of the same requests.
+    """
+    from microtome.planner.journal import read_journal
+    from microtome.planner.replay import replay as run_again
+    from microtome.planner.what_if import what_if
+
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"journal {str(file)!r} cannot be read: {error.strerror or error}") from error
+    journal = read_journal(data)
+    if journal.torn_bytes:
+        remarks = Console(stderr=True, highlight=False, markup=False)
+        remarks.print(f"the last {journal.torn_bytes} bytes are no whole entry and are left out", soft_wrap=True)
+    if policy is None and workers is None and json_file is None:
+        report = run_again(journal.entries, journal.config)
+        print(report)
+        if report.difference is not None:
+            raise typer.Exit(FAILED)
+        return
+    figures = what_if(journal.entries, journal.config, policy=policy, workers=workers)
+    print(figures)
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures.as_dict(), indent=2) + "\n", encoding="utf-8")

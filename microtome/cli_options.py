@@ -1,0 +1,59 @@
+"""Options that several commands share, and how those of a service become layers of settings."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from microtome import local
+
+Address = Annotated[
+    str, typer.Option("--address", "-a", envvar="MICROTOME_ADDRESS", help="Where the service answers, host:port.")
+]
+
+# Of a service, and of a run without one.
+Model = Annotated[str, typer.Argument(help="A known model (smollm2-135m), a Hugging Face folder or a .gguf file.")]
+Device = Annotated[str | None, typer.Option(show_default="cpu", help="cpu or cuda.")]
+Dtype = Annotated[str | None, typer.Option(show_default="auto", help="auto, float32, bfloat16 or float16.")]
+KvTokens = Annotated[int | None, typer.Option(show_default="by free memory", help="Tokens that the KV pool holds.")]
+MaxStepTokens = Annotated[int | None, typer.Option(show_default="512", help="Tokens of the widest forward.")]
+Threads = Annotated[int | None, typer.Option(show_default="as torch finds it", help="CPU threads of each worker.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="A YAML file of settings.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as in runtime.widths=1,2,4.")
+]
+
+# Of a generation.
+MaxNewTokens = Annotated[int | None, typer.Option("--max-new-tokens", "-n", help="1 or more.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0: greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total share.")]
+MinP = Annotated[float | None, typer.Option(help="Draw from tokens this likely, relative to the first.")]
+Seed = Annotated[int | None, typer.Option(help="Equal seeds draw equal tokens.")]
+StopTokenId = Annotated[list[int] | None, typer.Option(help="Stop at this token, too; may be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end tokens.")]
+
+
+def layers_of(
+    config_file: Path | None, settings: Sequence[str] | None, given: Mapping[str, object]
+) -> list[Mapping[str, object]]:
+    """The layers of settings, each over those before: the file, the environment, `--set`, the options of their own."""
+    reader = local.server_part("actors.config")
+    layers: list[Mapping[str, object]] = [] if config_file is None else [reader.file_layer(config_file)]
+    layers.append(reader.environment_layer(os.environ))
+    layers.append(pairs_of(settings or [], "--set"))
+    layers.append({key: value for key, value in given.items() if value is not None})
+    return layers
+
+
+def pairs_of(settings: Sequence[str], option: str) -> dict[str, object]:
+    """KEY=VALUE as a mapping. Raises typer's BadParameter, which is status 2."""
+    pairs: dict[str, object] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{setting!r} is not of the form KEY=VALUE", param_hint=option)
+        pairs[key.strip()] = value.strip()
+    return pairs
