@@ -36,6 +36,7 @@ from microtome.planner.errors import BadConfig, BatchingError, UnknownId, Worker
 from microtome.planner.events import (
     CallersWait,
     Deliver,
+    DeliverStep,
     DrainBegun,
     Event,
     GiveUpWorker,
@@ -267,6 +268,8 @@ class DriverHost:
                 self._crew.send(worker, plan)
             case Deliver():
                 deliveries.append(instruction)
+            case DeliverStep():
+                deliveries += instruction.deliveries()
             case GiveUpWorker(worker=worker, incarnation=incarnation, cause=cause):
                 self._crew.lost(worker, incarnation, cause)
             case ReleaseWorker(worker=worker):

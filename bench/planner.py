@@ -34,7 +34,7 @@ from microtome.planner.events import (
     Submit,
     WorkerJoined,
 )
-from microtome.planner.journal import encode_entry
+from microtome.planner.journal import Encoder
 from microtome.planner.prefix import PrefixCache
 from microtome.planner.types import (
     Capability,
@@ -85,6 +85,7 @@ class Rig:
         idle: int = 0,
         history: int = 32,
         waiting: int = 0,
+        limit: int = 10_000,
         policy: str = "decode-first",
     ) -> None:
         self.plans: list[StepPlan] = []
@@ -125,7 +126,7 @@ class Rig:
             while self.plans:
                 self.step()
         for number in range(sessions):
-            self._submit([(number * 31 + k) % VOCAB for k in range(history)], 10_000, None)
+            self._submit([(number * 31 + k) % VOCAB for k in range(history)], limit, None)
             while len(self.control._line):
                 self.step()
         for number in range(waiting):
@@ -170,13 +171,12 @@ class Rig:
         self.take(instructions)
         return took
 
-    def timed_entry(self) -> tuple[float, float, int]:
+    def timed_entry(self, journal: Encoder, event: Event) -> tuple[float, float, int]:
         """Seconds in the planner and in the journal, and the entry's bytes."""
-        event = self.answered()
         begin = time.thread_time()
         instructions = self.control.handle(event)
         planned = time.thread_time()
-        entry = encode_entry(event, instructions)
+        entry = journal.entry(event, instructions)
         written = time.thread_time()
         self.take(instructions)
         return planned - begin, written - planned, len(entry)
@@ -243,10 +243,10 @@ def prefix_tree(rounds: int) -> dict[str, int]:
 
 
 def journal(rounds: int) -> dict[str, object]:
-    rig = Rig(256)
+    rig, encoder = Rig(256), Encoder()
     gc.collect()
     gc.freeze()
-    samples = [rig.timed_entry() for _ in range(rounds)][20:]
+    samples = [rig.timed_entry(encoder, rig.answered()) for _ in range(rounds)][20:]
     planned = statistics.median(s[0] for s in samples) * 1e6
     written = statistics.median(s[1] for s in samples) * 1e6
     size = samples[-1][2]
@@ -255,12 +255,44 @@ def journal(rounds: int) -> dict[str, object]:
         f"\njournal, 256 sessions: {written:.0f} us and {size} bytes a step; "
         f"{share:.1%} of planning it, {written / STEP_US:.2%} of a step of {STEP_US // 1000} ms"
     )
+    coming = journal_with_coming_and_going(rounds)
     return {
         "us": round(written, 1),
         "bytes": size,
         "of_planning": round(share, 4),
         "of_step": round(written / STEP_US, 5),
+        "of_planning_with_coming_and_going": round(coming, 4),
     }
+
+
+def journal_with_coming_and_going(rounds: int) -> float:
+    """The journal's share of planning while generations end and as many begin: about 2 of 256 with each step."""
+    output, prompt = 128, 128
+    rig, encoder = Rig(256, limit=output), Encoder()
+    for number, generation in enumerate(rig.control._generations.values()):
+        generation.limit = output // 2 + number // 4  # their ends are spread over steps to come
+    gc.collect()
+    gc.freeze()
+    planned = written = 0.0
+    names = size = 0
+
+    def take_in(event: Event) -> None:
+        nonlocal planned, written, size
+        one, other, length = rig.timed_entry(encoder, event)
+        planned, written, size = planned + one, written + other, size + length
+
+    for _ in range(rounds):
+        take_in(rig.answered())
+        for _ in range(256 - len(rig.control._generations)):
+            names += 1
+            options = GenerationOptions(max_new_tokens=output, stop_token_ids=(1, 2))
+            tokens = tuple((names * 37 + k) % VOCAB for k in range(prompt))
+            take_in(Submit(at_us=0, generation=GenerationId(f"n{names:015x}"), prompt=tokens, options=options))
+    print(
+        f"the same with {names / rounds:.1f} generations that come and go in each step: "
+        f"{written / planned:.1%} of planning, {size / rounds:.0f} bytes"
+    )
+    return written / planned
 
 
 def main() -> None:

@@ -13,7 +13,17 @@ from itertools import pairwise
 
 from microtome.planner.control import Control
 from microtome.planner.errors import BatchingError, WorkerLost
-from microtome.planner.events import Deliver, Event, GiveUpWorker, Instruction, RunStep, StepDone, Submit, WorkerJoined
+from microtome.planner.events import (
+    Deliver,
+    Event,
+    GiveUpWorker,
+    Instruction,
+    RunStep,
+    StepDone,
+    Submit,
+    WorkerJoined,
+    spelled_out,
+)
 from microtome.planner.protocols import Executor
 from microtome.planner.types import (
     FinishReason,
@@ -157,7 +167,7 @@ class _Loop:
         self._tell(StepDone(at_us=now_us(), worker=WORKER, result=result))
 
     def _tell(self, event: Event) -> None:
-        for instruction in self._control.handle(event):
+        for instruction in spelled_out(self._control.handle(event)):
             self._carry_out(instruction)
 
     def _carry_out(self, instruction: Instruction) -> None:

@@ -42,6 +42,7 @@ from microtome.planner.events import (
     CloneSession,
     CloseSession,
     Deliver,
+    DeliverStep,
     DrainBegun,
     Event,
     GiveUpWorker,
@@ -481,7 +482,11 @@ class Control:
 
     def _take_tokens(self, w: WorkerPlan, step: Step, result: StepResult) -> None:
         """Append the step's tokens to their transcripts and deliver them; end what they end."""
-        out, tokens, logprobs = self._out, result.tokens, result.logprobs
+        tokens, logprobs = result.tokens, result.logprobs
+        names: list[GenerationId] = []  # of generations that go on, with their new tokens' offsets
+        offsets: list[int] = []
+        delivered: list[int] = []
+        beside: list[TokenLogprobs | None] = []
         settled: list[Resident] = []
         at = void = 0
         for one, r in zip(step.inputs, step.residents, strict=True):
@@ -498,19 +503,24 @@ class Control:
                     offset = g.delivered
                     g.delivered = offset + 1
                     r.session.transcript.append(token)
-                    beside = (logprobs[at],) if logprobs else ()
                     if offset == 0:
                         g.first_token_us = self._now
                         w.remember(r)
                         self._release_followers(g)
                     if token in g.stop or offset + 1 >= g.limit:
                         reason = FinishReason.STOP if token in g.stop else FinishReason.LENGTH
-                        self._finish(g, reason, tokens=(token,), logprobs=beside)
+                        self._finish(g, reason, tokens=(token,), logprobs=(logprobs[at],) if logprobs else ())
                     else:
-                        out.append(Deliver(generation=g.id, offset=offset, tokens=(token,), logprobs=beside))
+                        names.append(g.id)
+                        offsets.append(offset)
+                        delivered.append(token)
+                        if logprobs:
+                            beside.append(logprobs[at])
                 at += 1
             if not r.rows and (r.leaving or r.generation is None):
                 settled.append(r)
+        if names:
+            self._out.append(DeliverStep(generations=names, offsets=offsets, tokens=delivered, logprobs=beside))
         self._counters.output_tokens += at - void
         self._counters.overshoot_tokens += void
         for r in settled:

@@ -4,7 +4,8 @@ Events carry the time at which they happened (`at_us`): `Control` has no clock o
 cluster's whole life can be written down and run again.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from microtome.planner.errors import BatchingError
 from microtome.planner.scaling import ScalingConfig
@@ -222,7 +223,7 @@ class RunStep:
     plan: StepPlan
 
 
-# Not frozen, though never changed: one is built per token, and a frozen one takes five times as long to build.
+# Not frozen, though never changed: the driver builds one per token, and a frozen one takes five times as long to build.
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Deliver:
     """Hand tokens to whoever listens. `offset` counts the tokens delivered before these. Never changed.
@@ -237,6 +238,29 @@ class Deliver:
     finish: FinishReason | None = None
     usage: Usage | None = None
     error: BatchingError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliverStep:
+    """One more token to each of these generations, none of which it ends: as many `Deliver`s, as columns.
+
+    `logprobs`: empty, or one entry per token. The columns are never changed.
+    """
+
+    generations: list[GenerationId]
+    offsets: list[int]
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def deliveries(self) -> list[Deliver]:
+        """The same, spelled out."""
+        columns = zip(self.generations, self.offsets, self.tokens, strict=True)
+        if not self.logprobs:
+            return [Deliver(generation=name, offset=offset, tokens=(token,)) for name, offset, token in columns]
+        return [
+            Deliver(generation=name, offset=offset, tokens=(token,), logprobs=(beside,))
+            for (name, offset, token), beside in zip(columns, self.logprobs, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,5 +324,25 @@ class Restored:
 
 
 Instruction = (
-    RunStep | Deliver | SessionAnswer | GiveUpWorker | ReleaseWorker | StartWorker | DrainBegun | UpdateEnded | Restored
+    RunStep
+    | Deliver
+    | DeliverStep
+    | SessionAnswer
+    | GiveUpWorker
+    | ReleaseWorker
+    | StartWorker
+    | DrainBegun
+    | UpdateEnded
+    | Restored
 )
+
+
+def spelled_out(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """The same instructions with a `Deliver` for each delivery."""
+    plain: list[Instruction] = []
+    for instruction in instructions:
+        if isinstance(instruction, DeliverStep):
+            plain += instruction.deliveries()
+        else:
+            plain.append(instruction)
+    return plain

@@ -19,20 +19,33 @@ _CLASSES: dict[str, type] = {
     for name, kind in vars(module).items()
     if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, Enum))
 }
+_FIELDS: dict[type, list[tuple[str, object]]] = {  # name and default of what a constructor takes
+    kind: [(one.name, one.default) for one in dataclasses.fields(kind) if one.init]
+    for kind in _CLASSES.values()
+    if dataclasses.is_dataclass(kind)
+}
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # making one for each record takes longer than the record
+_PLAIN = {type(None), bool, int, float, str}
 _ERRORS: dict[str, type[BatchingError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, BatchingError)
 }
 
 
-def to_json(value: object) -> bytes:
-    """Raises `TypeError` for a value that is none of the planner's."""
-    return json.dumps(_plain(value), separators=(",", ":")).encode()
+def to_json(value: object, *, without: str = "") -> bytes:
+    """`without`: a field to be left out. Raises `TypeError` for a value that is none of the planner's."""
+    plain = _plain(value)
+    if without and isinstance(plain, dict):
+        plain.pop(without, None)
+    return _encode(plain).encode()
 
 
-def from_json(data: bytes) -> Any:
-    """Raises `BadInput` for bytes that `to_json` did not write."""
+def from_json(data: bytes, **further: object) -> Any:
+    """`further`: the fields that were left out. Raises `BadInput` for bytes that `to_json` did not write."""
     try:
-        return _value(json.loads(data))
+        record = json.loads(data)
+        if further:
+            record.update(further)
+        return _value(record)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInput(f"not a record of the planner's: {data[:60]!r} ({error})") from error
 
@@ -47,23 +60,29 @@ def _plain(value: object) -> object:
             return {"!": type(value).__name__, "value": value.value}
         case BatchingError():
             return {"!": type(value).__name__, "args": [_plain(part) for part in value.args]}
-        case _ if dataclasses.is_dataclass(value):
+        case _ if type(value) in _FIELDS:
             return _plain_fields(value)
+        case tuple() | list():
+            # Columns of numbers are long: they are not walked one by one in Python.
+            return value if set(map(type, value)) <= _PLAIN else [_plain(part) for part in value]
         case _:
             return [_plain(part) for part in value]  # type: ignore[attr-defined]
 
 
 def _plain_fields(value: Any) -> dict[str, object]:
-    record: dict[str, object] = {"!": type(value).__name__}
-    for one in dataclasses.fields(value):
-        part = getattr(value, one.name)
-        if one.init and not (one.default is not dataclasses.MISSING and part == one.default):
-            record[one.name] = _plain(part)
+    kind = type(value)
+    record: dict[str, object] = {"!": kind.__name__}
+    for name, default in _FIELDS[kind]:
+        part = getattr(value, name)
+        if default == () and type(part) is not tuple:
+            part = tuple(part)  # what holds a sequence makes no difference
+        if part is not default and (default is dataclasses.MISSING or part != default):
+            record[name] = _plain(part)
     return record
 
 
 def _value(record: Any) -> Any:
-    if isinstance(record, list):
+    if isinstance(record, list | tuple):
         return tuple(_value(part) for part in record)
     if not isinstance(record, dict):
         return record

@@ -9,7 +9,7 @@ journal under its own policy, not beside what the clock said.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from microtome.planner.events import (
     Submit,
     Tick,
     WorkerJoined,
+    spelled_out,
 )
 from microtome.planner.journal import Entry
 from microtome.planner.policies import POLICIES
@@ -120,7 +121,7 @@ def _rows(figures: Figures) -> list[tuple[str, float]]:
 
 
 def what_if(
-    entries: Sequence[Entry], config: PlannerConfig, *, policy: str | None = None, workers: int | None = None
+    entries: Iterable[Entry], config: PlannerConfig, *, policy: str | None = None, workers: int | None = None
 ) -> WhatIfReport:
     """Simulate the journal twice: as it was configured, and as asked. None: as it was.
 
@@ -201,7 +202,7 @@ class _Day:
     us_per_token: int  # of a step, on average: where the table has no costs
 
 
-def _read_day(entries: Sequence[Entry]) -> _Day:
+def _read_day(entries: Iterable[Entry]) -> _Day:
     capability: Capability | None = None
     present: set[str] = set()
     workers = 0
@@ -224,7 +225,7 @@ def _read_day(entries: Sequence[Entry]) -> _Day:
                 asked.append(event)
             case StepDone():
                 step_us += event.result.step_us
-        for instruction in entry.instructions:
+        for instruction in spelled_out(entry.instructions):
             if isinstance(instruction, Deliver):
                 times.deliver(instruction, event.at_us)
                 tokens.setdefault(instruction.generation, []).extend(instruction.tokens)
@@ -309,7 +310,7 @@ class _Simulation:
     def _handle(self, event: Event) -> None:
         if isinstance(event, Submit):
             self.times.submit(event)
-        for instruction in self._control.handle(event):
+        for instruction in spelled_out(self._control.handle(event)):
             if isinstance(instruction, RunStep):
                 self._send(instruction)
             elif isinstance(instruction, Deliver):

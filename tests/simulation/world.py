@@ -26,6 +26,7 @@ from microtome.planner.events import (
     WorkerDraining,
     WorkerGone,
     WorkerJoined,
+    spelled_out,
     WorkerPlaced,
     WorkerStartFailed,
 )
@@ -85,7 +86,7 @@ class World:
         self._handling = True
         self.events += 1
         self.story.event(event)
-        instructions = self.control.handle(event)
+        instructions = spelled_out(self.control.handle(event))
         for instruction in instructions:
             self.story.instruction(self.clock.now_us, instruction)
         self.callers.check_answers(event, instructions, self.control)

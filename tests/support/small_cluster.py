@@ -29,6 +29,7 @@ from microtome.planner.events import (
     WorkerDraining,
     WorkerGone,
     WorkerJoined,
+    spelled_out,
 )
 from microtome.planner.types import (
     FinishReason,
@@ -69,7 +70,7 @@ class SmallCluster:
     # --- events ---
 
     def handle(self, event: Event) -> list[Instruction]:
-        instructions = self.control.handle(event)
+        instructions = spelled_out(self.control_answers(event))
         check(self.control)
         self.told += instructions
         for instruction in instructions:
@@ -78,6 +79,9 @@ class SmallCluster:
             elif isinstance(instruction, Deliver):
                 self._take(instruction)
         return instructions
+
+    def control_answers(self, event: Event) -> list[Instruction]:
+        return self.control.handle(event)
 
     def _take(self, d: Deliver) -> None:
         assert d.generation not in self.ends, f"{d.generation} goes on after its end"

@@ -1,19 +1,35 @@
 """The journal: exact both ways, and a crash costs its last entry only."""
 
+import dataclasses
+import types
+import typing
 import zlib
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import AtCapacity, BadInput, StepError
-from microtome.planner.events import Cancel, Deliver, RunStep, SessionAnswer, StepDone, StepFailed, Tick, WorkerJoined
-from microtome.planner.journal import (
-    encode_entry,
-    encode_header,
-    encode_instructions,
-    read_journal,
+from microtome.planner.events import (
+    Cancel,
+    Deliver,
+    DeliverStep,
+    Event,
+    GiveUpWorker,
+    Instruction,
+    RunStep,
+    SessionAnswer,
+    StepDone,
+    StepFailed,
+    Submit,
+    Tick,
+    WorkerGone,
+    WorkerJoined,
 )
+from microtome.planner.journal import MAGIC, Encoder, Entry, is_journal, read_journal, records_of
 from microtome.planner.records import from_json, to_json
 from microtome.planner.types import (
     FinishReason,
@@ -33,11 +49,19 @@ from microtome.planner.types import (
     WorkerId,
 )
 from tests.support.fake_executor import FakeExecutor
+from tests.support.recorded import Recorded, busy_day
 
 G = GenerationId("a generation – with a dash")
-EVENTS = [
+EVENTS: list[Event] = [
     Tick(at_us=2**40),
     Cancel(at_us=1, generation=G),
+    Submit(
+        at_us=3,
+        generation=G,
+        prompt=(1, 2**20, 3),
+        options=GenerationOptions(max_new_tokens=9, sampling=SamplingParams(temperature=0.7, seed=2**63 + 1)),
+        siblings=((GenerationId("s"), 4),),
+    ),
     StepFailed(
         at_us=5, worker=WorkerId("w"), incarnation=Incarnation("0" * 32), step=StepNumber(9), refused=True, message="no"
     ),
@@ -59,8 +83,8 @@ EVENTS = [
         result=StepResult(
             incarnation=Incarnation("f" * 32),
             step=StepNumber(1),
-            tokens=(5,),
-            logprobs=(TokenLogprobs(-0.125, ((5, -0.125), (6, -2.5))),),
+            tokens=(5, 6, 7),
+            logprobs=(TokenLogprobs(-0.125, ((5, -0.125), (6, -2.5))), None, TokenLogprobs(-3.0)),
         ),
     ),
     WorkerJoined(
@@ -79,8 +103,9 @@ EVENTS = [
         ),
     ),
 ]
-INSTRUCTIONS = [
-    Deliver(generation=G, offset=0, tokens=(7,)),
+INSTRUCTIONS: list[Instruction] = [
+    DeliverStep(generations=[G, GenerationId("b")], offsets=[0, 70_000], tokens=[7, 2**31]),
+    DeliverStep(generations=[G], offsets=[1], tokens=[8], logprobs=[None]),
     Deliver(generation=GenerationId("b"), offset=300, tokens=(70000, 1)),
     RunStep(
         worker=WorkerId("w"),
@@ -113,45 +138,123 @@ INSTRUCTIONS = [
     SessionAnswer(ticket=5, error=AtCapacity("sessions", 1, 0, 250)),
 ]
 CONFIG = PlannerConfig(policy="fair", tenant_weights=("a=2",))
+OLD = Path(__file__).parents[1] / "data" / "journal_2"
 
 
-def written(entries: int = 8) -> tuple[bytes, list[bytes]]:
-    frames = [encode_entry(EVENTS[n % len(EVENTS)], INSTRUCTIONS[: n + 1]) for n in range(entries)]
-    return encode_header(CONFIG) + b"".join(frames), frames
+def written(entries: int = 9) -> tuple[bytes, list[bytes]]:
+    encoder = Encoder()
+    header = encoder.header(CONFIG, version="1.2.3", unix_us=5)
+    frames = [encoder.entry(EVENTS[n % len(EVENTS)], INSTRUCTIONS[: n + 1]) for n in range(entries)]
+    return header + b"".join(frames), frames
+
+
+def entries_of(data: bytes) -> list[Entry]:
+    return [entry for life in read_journal(data).lives for entry in life]
+
+
+def one_entry(event: Event, instructions: Sequence[Instruction] = ()) -> Entry:
+    encoder = Encoder()
+    (entry,) = entries_of(encoder.header(CONFIG) + encoder.entry(event, instructions))
+    return entry
 
 
 def same(one: object, other: object) -> bool:
     return to_json(one) == to_json(other)
 
 
+def made(kind: typing.Any) -> typing.Any:
+    """Some value of this type, with every field set."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return made(arguments[0])
+    if origin is tuple:
+        return (made(arguments[0]),) if arguments[-1] is Ellipsis else tuple(map(made, arguments))
+    if origin in (list, Sequence):
+        return [made(arguments[0])]
+    if hasattr(kind, "__supertype__"):
+        return made(kind.__supertype__)
+    if kind in (int, float, bool, str, bytes):
+        return {int: 7, float: 0.5, bool: True, str: "text", bytes: b"\xff"}[kind]
+    if issubclass(kind, Enum):
+        return next(iter(kind))
+    if issubclass(kind, Exception):
+        return AtCapacity("cells", 3, 2)
+    hints = typing.get_type_hints(kind)
+    return kind(**{one.name: made(hints[one.name]) for one in dataclasses.fields(kind) if one.init})
+
+
+@pytest.mark.parametrize("kind", typing.get_args(Event), ids=lambda kind: kind.__name__)
+def test_every_event_there_is_has_a_record(kind: type) -> None:
+    event = made(kind)
+    assert same(one_entry(event).event, event)
+
+
+@pytest.mark.parametrize("kind", typing.get_args(Instruction), ids=lambda kind: kind.__name__)
+def test_every_instruction_there_is_has_a_record(kind: type) -> None:
+    instruction = made(kind)
+    assert same(one_entry(Tick(at_us=1), [instruction]).instructions, [instruction])
+
+
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
-def test_an_event_comes_back_as_it_was(event: Tick) -> None:
-    journal = read_journal(encode_header(CONFIG) + encode_entry(event, []))
-    assert journal.entries[0].event == event
-    assert journal.entries[0].instructions == []
+def test_an_event_comes_back_as_it_was(event: Event) -> None:
+    entry = one_entry(event)
+    assert entry.event == event
+    assert entry.instructions == []
 
 
 def test_instructions_come_back_as_they_were_and_in_order() -> None:
-    journal = read_journal(encode_header(CONFIG) + encode_entry(Tick(at_us=1), INSTRUCTIONS))
-    back = journal.entries[0].instructions
+    back = one_entry(Tick(at_us=1), INSTRUCTIONS).instructions
     assert len(back) == len(INSTRUCTIONS)
     assert all(same(one, other) for one, other in zip(back, INSTRUCTIONS, strict=True))
-    assert journal.config == CONFIG
-    assert journal.torn_bytes == 0
+
+
+def test_a_life_says_who_wrote_it_when_and_how_it_was_configured() -> None:
+    (life,) = read_journal(written()[0]).lives
+    assert (life.config, life.version, life.began_unix_us) == (CONFIG, "1.2.3", 5)
+
+
+def test_what_is_repeated_comes_back_though_it_was_written_once() -> None:
+    encoder = Encoder()
+    data = encoder.header(CONFIG)
+    steps = []
+    for number in range(1, 6):
+        # The third of worker b tells another set of tokens; c has gone and come back under its name.
+        result = StepResult(incarnation=Incarnation("f" * 32), step=StepNumber(number), tokens=(5, 300 + number // 3))
+        plan = StepPlan(
+            incarnation=Incarnation("f" * 32), step=StepNumber(number), table_digest=1, cells=[3, number // 2]
+        )
+        told: list[Instruction] = [
+            DeliverStep(generations=[G, GenerationId("b")], offsets=[1, 2], tokens=list(result.tokens)),
+            RunStep(worker=WorkerId("bc"[number % 2]), plan=plan),
+        ]
+        if number == 3:
+            told.append(GiveUpWorker(worker=WorkerId("c"), incarnation=Incarnation("f" * 32), cause="test"))
+        event = StepDone(at_us=number, worker=WorkerId("w"), result=result)
+        steps.append((event, told))
+        data += encoder.entry(event, told)
+    gone = WorkerGone(at_us=9, worker=WorkerId("b"), incarnation=Incarnation("f" * 32), cause="")
+    data += encoder.entry(gone, steps[-1][1])
+    back = entries_of(data)
+    for entry, (event, told) in zip(back, [*steps, (gone, steps[-1][1])], strict=True):
+        assert entry.event == event
+        assert same(entry.instructions, told)
 
 
 def test_equal_instructions_have_equal_bytes_whatever_holds_their_columns() -> None:
-    plan = INSTRUCTIONS[2]
-    assert isinstance(plan, RunStep)
-    as_lists = StepPlan(
-        **{name: getattr(plan.plan, name) for name in ("incarnation", "step", "table_digest", "ops")},
-        **{
-            name: list(getattr(plan.plan, name))
-            for name in StepPlan.__slots__
-            if name not in ("incarnation", "step", "table_digest", "ops")
-        },
-    )
-    assert encode_instructions([RunStep(worker=plan.worker, plan=as_lists)]) == encode_instructions([plan])
+    plan = next(one for one in INSTRUCTIONS if isinstance(one, RunStep))
+    columns = {name: list(getattr(plan.plan, name)) for name in StepPlan.__slots__ if name[-1] == "s" and name != "ops"}
+    as_lists = RunStep(worker=plan.worker, plan=dataclasses.replace(plan.plan, **columns))  # type: ignore[arg-type]
+    assert Encoder().body(EVENTS[0], [as_lists]) == Encoder().body(EVENTS[0], [plan])
+
+
+def test_lives_follow_each_other_in_one_file() -> None:
+    first, frames = written()
+    second = Encoder()
+    data = first + second.header(PlannerConfig()) + second.entry(Tick(at_us=9), [])
+    one, two = read_journal(data).lives
+    assert (len(one), len(two)) == (len(frames), 1)
+    assert two.config == PlannerConfig()
+    assert [entry.record for life in (one, two) for entry in life] == [*range(1, len(frames) + 1), len(frames) + 2]
 
 
 def test_a_torn_tail_costs_the_last_entry_only() -> None:
@@ -159,14 +262,16 @@ def test_a_torn_tail_costs_the_last_entry_only() -> None:
     whole = len(data) - len(frames[-1])
     for cut in range(whole, len(data)):
         journal = read_journal(data[:cut])
-        assert len(journal.entries) == len(frames) - 1
-        assert journal.torn_bytes == cut - whole
+        assert len(journal.lives[0]) == len(frames) - 1
+        assert (journal.unread_bytes, journal.damage) == (cut - whole, None)
+    journal = read_journal(data[:whole] + bytes(100))  # the machine stopped
+    assert (len(journal.lives[0]), journal.unread_bytes, journal.damage) == (len(frames) - 1, 100, None)
 
 
-def test_a_flipped_bit_ends_the_journal_before_it() -> None:
+def test_a_flipped_bit_ends_the_journal_before_it_and_is_named() -> None:
     data, frames = written()
     rng = Random(1)
-    start = len(encode_header(CONFIG))
+    start = len(data) - sum(map(len, frames))
     for _ in range(200):
         at = rng.randrange(start, len(data))
         broken = bytearray(data)
@@ -179,46 +284,86 @@ def test_a_flipped_bit_ends_the_journal_before_it() -> None:
             if at < end:
                 break
             reached += 1
-        assert len(journal.entries) == reached
+        assert len(journal.lives[0]) == reached
+        assert journal.unread_bytes == len(data) - end + len(frames[reached])
+        in_length = at - (end - len(frames[reached])) < 4  # then it may look as if the file was cut short
+        assert in_length or f"record {reached + 1} at byte {end - len(frames[reached])} is damaged" in str(
+            journal.damage
+        )
 
 
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"", "not a journal"),
-        (b"hello, this is no journal at all", "not a journal"),
-        (encode_header(CONFIG)[:-1], "not a journal"),
-    ],
-)
-def test_what_is_no_journal_is_said_to_be_none(data: bytes, says: str) -> None:
-    with pytest.raises(BadInput, match=says):
+@pytest.mark.parametrize("data", [b"", b"hello, this is no journal at all", Encoder().header(CONFIG)[:20]])
+def test_what_is_no_journal_is_said_to_be_none(data: bytes) -> None:
+    assert not is_journal(data)
+    with pytest.raises(BadInput, match="not a journal"):
         read_journal(data)
 
 
+def test_a_journal_whose_header_is_torn_has_nothing_to_read() -> None:
+    with pytest.raises(BadInput, match="its first one is cut short"):
+        read_journal(Encoder().header(CONFIG)[:-1])
+
+
 def test_another_format_is_named() -> None:
-    body = b"\x07" + to_json(CONFIG)
+    body = MAGIC + b"\x07" + to_json(CONFIG)
     frame = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
-    with pytest.raises(BadInput, match="format 7; this reads format 1"):
+    with pytest.raises(BadInput, match="format 7; this reads format 2"):
         read_journal(frame)
 
 
-def test_a_step_of_256_sessions_takes_less_than_32_bytes_a_session() -> None:
-    n = 256
-    tokens = [Deliver(generation=GenerationId(f"{k:016x}"), offset=400, tokens=(40_000 + k,)) for k in range(n)]
-    plan = StepPlan(
-        incarnation=Incarnation("f" * 32),
-        step=StepNumber(99_999),
-        table_digest=2**62,
-        sequences=range(n),
-        starts=[1000 + k for k in range(n)],
-        widths=[1] * n,
-        flags=[3] * n,
-        cells=[500_000 + k for k in range(n)],
-        slice_offsets=(0,),
-        slice_lengths=(n,),
-        slice_methods=(4,),
-    )
-    assert len(encode_instructions([*tokens, RunStep(worker=WorkerId("w"), plan=plan)])) < 40 * n
+def test_a_record_that_a_newer_planner_wrote_is_named() -> None:
+    header = Encoder().header(CONFIG)
+    part = b'{"!":"Teleport","at_us":1}'
+    body = b"\0" + len(part).to_bytes(4, "little") + part
+    data = header + len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
+    with pytest.raises(BadInput, match="record 1 cannot be read: not a record of the planner's"):
+        entries_of(data)
+
+
+def test_bytes_written_by_the_first_release_of_this_format_are_read() -> None:
+    back = entries_of(OLD.read_bytes())
+    assert [entry.event for entry in back] == [EVENTS[n % len(EVENTS)] for n in range(len(back))]
+    for n, entry in enumerate(back):
+        assert same(entry.instructions, INSTRUCTIONS[: n + 1])
+    assert len(back) == 9
+
+
+def test_a_step_of_256_sessions_takes_less_than_20_bytes_a_session() -> None:
+    encoder = Encoder()
+    sizes = []
+    for step in range(3):
+        n = 256
+        tokens = [40_000 + k + step for k in range(n)]
+        plan = StepPlan(
+            incarnation=Incarnation("f" * 32),
+            step=StepNumber(99_999 + step),
+            table_digest=2**62,
+            sequences=range(n),
+            starts=[1000 + k + step for k in range(n)],
+            widths=[1] * n,
+            flags=[3] * n,
+            cells=[500_000 + k + n * step for k in range(n)],
+            slice_offsets=(0,),
+            slice_lengths=(n,),
+            slice_methods=(4,),
+        )
+        result = StepResult(incarnation=Incarnation("f" * 32), step=StepNumber(step), tokens=tokens)
+        told = DeliverStep(
+            generations=[GenerationId(f"{k:016x}") for k in range(n)], offsets=[400 + step] * n, tokens=tokens
+        )
+        event = StepDone(at_us=step, worker=WorkerId("w"), result=result)
+        sizes.append(len(encoder.entry(event, [told, RunStep(worker=WorkerId("w"), plan=plan)])))
+    assert sizes[-1] < 20 * n < sizes[0]
+
+
+def test_a_journal_of_a_whole_life_comes_back_entry_by_entry() -> None:
+    cluster: Recorded = busy_day()
+    back = entries_of(cluster.journal)
+    assert len(back) == len(cluster.entries) > 50
+    for entry, (event, told) in zip(back, cluster.entries, strict=True):
+        assert same(entry.event, event)
+        assert same(entry.instructions, told)
+    assert records_of(cluster.journal).end == len(cluster.journal)
 
 
 def test_records_refuse_what_is_not_theirs() -> None:

@@ -1,106 +1,117 @@
 """A journal runs again to the same instructions; a difference is found and shown; what-if answers in figures."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from microtome.planner.config import PlannerConfig
+from microtome.planner.control import Control
 from microtome.planner.errors import BadConfig, BadInput
-from microtome.planner.events import Tick
-from microtome.planner.journal import Entry, encode_entry, encode_header, encode_instructions, read_journal
+from microtome.planner.events import Event, Instruction, Tick
+from microtome.planner.journal import Encoder, Entry, Life, read_journal
+from microtome.planner.records import to_json
 from microtome.planner.replay import replay
 from microtome.planner.what_if import Percentiles, what_if
 from tests.simulation.world import World
-from tests.support.small_cluster import SmallCluster, method_table
-
-
-class Recorded(SmallCluster):
-    """A cluster whose life is written down."""
-
-    journal = b""
-
-    def handle(self, event):  # type: ignore[no-untyped-def]
-        instructions = super().handle(event)
-        self.journal = (self.journal or encode_header(self.config)) + encode_entry(event, instructions)
-        return instructions
-
-
-def busy_day(config: PlannerConfig | None = None) -> Recorded:
-    """Forty prompts in 20 ms on one worker with steps of up to 16 tokens."""
-    cluster = Recorded(config or PlannerConfig(), table=method_table((1, 2, 4, 8), 16), usable_cells=2000)
-    for n in range(40):
-        cluster.now_us += 500
-        cluster.submit(range(n, n + 5 + n % 30), 3 + n % 9, priority=n % 3)
-        if cluster.plans["w0"] and n % 2:
-            cluster.answer()
-    while cluster.plans["w0"]:
-        cluster.now_us += 1300
-        cluster.answer()
-    return cluster
+from tests.support.recorded import Recorded, busy_day
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_simulated_life_replays_without_a_difference(seed: int) -> None:
     world = World(seed)
-    entries: list[Entry] = []
+    encoder = Encoder()
+    journal = [encoder.header(world.plot.config)]
     handle = world.control.handle  # of the first driver, if it is restarted
 
-    def written(event):  # type: ignore[no-untyped-def]
+    def written(event: Event) -> list[Instruction]:
         instructions = handle(event)
-        data = encode_header(world.plot.config) + encode_entry(event, instructions)
-        entries.extend(read_journal(data).entries)
+        journal.append(encoder.entry(event, instructions))
         return instructions
 
     world.control.handle = written  # type: ignore[method-assign]
     world.live()
-    report = replay(entries, world.plot.config)
+    (life,) = read_journal(b"".join(journal)).lives
+    report = replay(life, life.config)
     assert report.difference is None, str(report)
-    assert report.entries == len(entries) > 10
+    assert report.entries == len(life) == len(journal) - 1 > 10
+
+
+def life_of(cluster: Recorded) -> Life:
+    (life,) = read_journal(cluster.journal).lives
+    return life
 
 
 def test_a_replay_finds_the_first_difference_and_shows_both_sides() -> None:
-    cluster = busy_day()
-    journal = read_journal(cluster.journal)
-    assert replay(journal.entries, journal.config).difference is None
+    life = life_of(busy_day())
+    assert replay(life, life.config).difference is None
     other = PlannerConfig(max_decodes=2, max_prefill_tokens=8)
-    report = replay(journal.entries, other)
-    assert report.difference is not None
-    number = report.difference.number
-    assert replay(journal.entries[:number], other).difference is None
-    recorded, replayed = report.difference.recorded, report.difference.replayed
-    assert encode_instructions([recorded] if recorded else []) != encode_instructions([replayed] if replayed else [])
-    assert f"entry {number}" in str(report)
-    assert "recorded:" in str(report)
-
-
-def test_a_replay_sees_an_instruction_that_is_missing() -> None:
-    cluster = busy_day()
-    journal = read_journal(cluster.journal)
-    forged = [Entry(e.event, e.answers if n != 1 else b"") for n, e in enumerate(journal.entries)]
-    difference = replay(forged, journal.config).difference
+    report = replay(life, other)
+    difference = report.difference
     assert difference is not None
-    assert (difference.number, difference.at, difference.recorded) == (1, 0, None)
+    before = [entry for entry in life if entry.record < difference.record]
+    assert replay(before, other).difference is None
+    assert to_json(difference.recorded) != to_json(difference.replayed)
+    assert f"record {difference.record}" in str(report)
+    assert "recorded: RunStep" in str(report)
+
+
+def test_a_replay_sees_an_instruction_that_is_missing_and_one_too_many() -> None:
+    entries = list(life_of(busy_day()))
+    emptied = [replace(e, instructions=[], body=b"") if n == 1 else e for n, e in enumerate(entries)]
+    difference = replay(emptied, PlannerConfig()).difference
+    assert difference is not None
+    assert (difference.record, difference.at, difference.recorded) == (2, 0, None)
+    assert "recorded: nothing more" in str(difference)
+    more = [replace(e, instructions=[*e.instructions, *e.instructions], body=b"") for e in entries]
+    difference = replay(more, PlannerConfig()).difference
+    assert difference is not None
+    assert difference.replayed is None
+
+
+def test_bytes_that_another_encoder_chose_are_no_difference() -> None:
+    entries = [replace(entry, body=b"other bytes") for entry in life_of(busy_day())]
+    assert replay(entries, PlannerConfig()).difference is None
+
+
+def test_an_event_that_broke_the_planner_breaks_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = list(life_of(busy_day()))[:5]
+    last = Entry(Tick(at_us=10**9), [], raised="KeyError: 'a defect'", record=6)
+    handle = Control.handle
+
+    def break_on_tick(control: Control, event: Event) -> list[Instruction]:
+        if isinstance(event, Tick):
+            raise KeyError("a defect")
+        return handle(control, event)
+
+    mended = replay([*entries, last], PlannerConfig())
+    assert mended.difference is not None
+    assert "the planner raised KeyError" in str(mended)
+    monkeypatch.setattr(Control, "handle", break_on_tick)
+    report = replay([*entries, last], PlannerConfig())
+    assert report.difference is None
+    assert "broke on the last one, as recorded: KeyError" in str(report)
 
 
 def test_what_if_of_the_same_policy_and_workers_equals_the_simulation_of_the_journal() -> None:
-    journal = read_journal(busy_day().journal)
-    report = what_if(journal.entries, journal.config)
+    life = life_of(busy_day())
+    report = what_if(life, life.config)
     assert report.own == report.other
     assert report.own.output_tokens == report.recorded.output_tokens
     assert report.own.generations == report.recorded.generations == 40
 
 
 def test_more_workers_shorten_the_simulated_waits() -> None:
-    journal = read_journal(busy_day().journal)
-    report = what_if(journal.entries, journal.config, workers=3)
+    life = life_of(busy_day())
+    report = what_if(life, life.config, workers=3)
     assert report.other.ttft.p90_ms < report.own.ttft.p90_ms / 1.5
     assert report.other.span_ms < report.own.span_ms
     assert report.other.output_tokens == report.own.output_tokens
 
 
 def test_another_policy_changes_who_waits_and_not_what_is_delivered() -> None:
-    journal = read_journal(busy_day().journal)
-    report = what_if(journal.entries, journal.config, policy="fair-priority")
+    life = life_of(busy_day())
+    report = what_if(life, life.config, policy="fair-priority")
     assert report.other.output_tokens == report.own.output_tokens
     assert report.other.ttft != report.own.ttft
 
@@ -118,15 +129,15 @@ def test_sessions_of_a_journal_take_their_turns_in_the_simulation() -> None:
     cluster.submit((7,), 4, session=session)
     cluster.run()
     cluster.close(session)
-    journal = read_journal(cluster.journal)
-    report = what_if(journal.entries, journal.config, workers=2)
+    life = life_of(cluster)
+    report = what_if(life, life.config, workers=2)
     assert report.other.output_tokens == report.recorded.output_tokens == 3 * 3 + 2 + 4
     assert report.other.refused == 0
 
 
 def test_a_report_is_a_table_and_plain_data() -> None:
-    journal = read_journal(busy_day().journal)
-    report = what_if(journal.entries, journal.config, policy="fair", workers=2)
+    life = life_of(busy_day())
+    report = what_if(life, life.config, policy="fair", workers=2)
     data = json.loads(json.dumps(report.as_dict()))
     assert (data["policy"], data["workers"]) == ("fair", 2)
     assert set(data["what_if"]) == set(data["recorded"]) == set(data["simulated"])
@@ -137,15 +148,15 @@ def test_a_report_is_a_table_and_plain_data() -> None:
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
-    journal = read_journal(busy_day().journal)
+    life = life_of(busy_day())
     with pytest.raises(BadConfig, match="policy 'nonsense' is none of"):
-        what_if(journal.entries, journal.config, policy="nonsense")
+        what_if(life, life.config, policy="nonsense")
     with pytest.raises(BadConfig, match="workers 0"):
-        what_if(journal.entries, journal.config, workers=0)
+        what_if(life, life.config, workers=0)
     with pytest.raises(BadInput, match="no worker joined"):
-        what_if([Entry(Tick(at_us=1), b"")], journal.config)
+        what_if([Entry(Tick(at_us=1), [])], life.config)
     with pytest.raises(BadInput, match="nothing was submitted"):
-        what_if(journal.entries[:1], journal.config)
+        what_if(list(life)[:1], life.config)
 
 
 def test_percentiles_are_samples_and_zero_without_any() -> None:
