@@ -11,23 +11,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from microtome.cuda_runtime.gguf_header import read_gguf_header
 from microtome.planner.errors import BadConfig
 
 # transformers' model types whose attention goes through its attention interface, and for which the tests compare our
 # logits with the library's own.
 SUPPORTED_ARCHITECTURES = frozenset({
+    "arcee",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
     "gemma2",
     "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt2",
     "gpt_neox",
     "gpt_oss",
+    "granite",
+    "granitemoe",
+    "helium",
     "llama",
+    "ministral",
     "mistral",
+    "mixtral",
+    "olmo",
     "olmo2",
+    "olmo3",
+    "phi",
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
+    "seed_oss",
     "smollm3",
+    "starcoder2",
 })  # fmt: skip
+
+# GGUF's architectures whose files the library turns into the model they were made from; of the others it drops what
+# attention needs (windows, factors), and of all of them the scaling of rotary positions.
+SUPPORTED_GGUF_ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3"})
+
+CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -144,12 +171,19 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _check_gguf(path: Path) -> None:
     try:
-        with path.open("rb") as stream:
-            magic = stream.read(4)
+        header = read_gguf_header(path)
     except OSError as error:
         raise BadConfig(f"model {path}: {error.strerror}") from error
-    if magic != b"GGUF":
-        raise BadConfig(f"model {path}: neither a directory nor a GGUF file (it starts with {magic!r}, not b'GGUF')")
+    except ValueError as error:
+        raise BadConfig(f"model {path}: neither a directory nor a GGUF file that can be read: {error}") from error
+    architecture = header.architecture
+    _check_architecture(path, architecture, SUPPORTED_GGUF_ARCHITECTURES, "GGUF architecture")
+    scaling = header.fields.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in header.tensors:
+        raise BadConfig(
+            f"model {path}: its rotary positions are scaled, which the library does not read from GGUF; "
+            "use the model's Hugging Face directory"
+        )
 
 
 def _check_directory(path: Path) -> None:
@@ -164,14 +198,28 @@ def _check_directory(path: Path) -> None:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise BadConfig(f"model {path}: config.json names no model_type")
     _check_architecture(path, config["model_type"])  # before the library, whose own message is a paragraph
+    _check_purpose(path, config)
     if not _weight_files(path):
         raise BadConfig(f"model {path}: the directory holds no weights ({' or '.join(WEIGHT_PATTERNS)})")
 
 
-def _check_architecture(path: Path, architecture: str) -> None:
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
-        raise BadConfig(f"model {path}: architecture {architecture!r} is not supported; supported are {supported}")
+def _check_architecture(
+    path: Path, architecture: str, supported: frozenset[str] = SUPPORTED_ARCHITECTURES, what: str = "architecture"
+) -> None:
+    if architecture not in supported:
+        names = ", ".join(sorted(supported))
+        raise BadConfig(f"model {path}: {what} {architecture!r} is not supported; supported are {names}")
+
+
+def _check_purpose(path: Path, config: dict[str, Any]) -> None:
+    """A supported architecture may be put to another use, which its tensors do not show."""
+    classes = config.get("architectures")
+    if isinstance(classes, list) and classes and not any(str(name).endswith(CAUSAL_CLASSES) for name in classes):
+        raise BadConfig(f"model {path}: its class {classes[0]} does not continue text; one of …ForCausalLM does")
+    if config.get("use_bidirectional_attention"):
+        raise BadConfig(f"model {path}: its tokens attend to what follows them (use_bidirectional_attention)")
+    if config.get("is_encoder_decoder") or config.get("add_cross_attention"):
+        raise BadConfig(f"model {path}: its decoder attends to an encoder's output, and there is no encoder here")
 
 
 def _config(path: Path, source: tuple[str, dict[str, Any]]) -> Any:

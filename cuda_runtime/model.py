@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from microtome.cuda_runtime.attention.seam import Attention
 from microtome.cuda_runtime.checkpoint import Checkpoint
+from microtome.cuda_runtime.gguf_header import read_gguf_header
 from microtome.cuda_runtime.rotary import freeze_rotary
 from microtome.planner.errors import BadConfig
 
@@ -197,8 +199,31 @@ def load_model(
         raise BadConfig(f"model {checkpoint.path}: {len(missing)} of its weights are missing, such as {missing[0]}")
     context_length = checkpoint.context_length
     freeze_rotary(model, session_tokens=min(session_tokens or context_length, context_length))
+    if checkpoint.is_gguf:
+        _check_all_used(checkpoint, model)
     loaded: nn.Module = model.to(device).eval().requires_grad_(False)
     return loaded
+
+
+def _check_all_used(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """The library drops tensors of a GGUF file that its model has no place for, such as biases, without a word."""
+    held, taken = len(read_gguf_header(checkpoint.path).tensors), len(list(model.parameters()))
+    if held > taken:
+        raise BadConfig(f"model {checkpoint.path}: it holds {held} tensors, of which the library takes {taken}")
+
+
+def skeleton(checkpoint: Checkpoint, *, dtype: torch.dtype, session_tokens: int | None = None) -> nn.Module:
+    """The module that `load_model` would give, with its weights on the meta device: every shape, no number.
+
+    Buffers that follow from the configuration, such as rotary frequencies, are there.
+    """
+    context_length = checkpoint.context_length
+    with init_empty_weights(include_buffers=False):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            checkpoint.config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    freeze_rotary(model, session_tokens=min(session_tokens or context_length, context_length))
+    return model.eval().requires_grad_(False)
 
 
 @torch.inference_mode()

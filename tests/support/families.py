@@ -4,6 +4,7 @@ Weights are spread so that what distinguishes a family is felt in its logits: no
 zero, attention sharp enough for a window, a cap or a sink to move it. A model has a few layers of 64 and 97 tokens.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ _COMMON: Mapping[str, Any] = MappingProxyType(
         "dtype": "float32",
     }
 )
+_DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -94,6 +96,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fields=_fields(use_sliding_window=True, sliding_window=7, max_window_layers=1),
         ),
         "qwen3": Family("qwen3", scale=32**-0.5, fields=_fields(head_dim=32)),
+        "qwen3, GGUF's head size": Family("qwen3", scale=128**-0.5, fields=_fields(head_dim=128)),
         "qwen3, windows": Family(
             "qwen3",
             windows=(0, 7),
@@ -150,7 +153,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=(8, 8),
             fields=_fields(
                 sliding_window=8,
-                rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+                rope_parameters=_DEFAULT | {"partial_rotary_factor": 0.75},
             ),
         ),
         "phi3, long positions": Family(
@@ -172,7 +175,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fields=_fields(
                 use_parallel_residual=False,
                 attention_bias=False,
-                rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+                rope_parameters=_DEFAULT | {"partial_rotary_factor": 1.0},
             ),
         ),
         "olmo2": Family("olmo2"),
@@ -193,6 +196,57 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 head_dim=16, sliding_window=200, num_local_experts=3, num_experts_per_tok=1, rope_parameters=_YARN
             ),
         ),
+        "arcee": Family("arcee"),
+        "cohere": Family("cohere", fields=_fields(logit_scale=0.5, use_qk_norm=True)),
+        "cohere2": Family("cohere2", windows=(7, 0), fields=_fields(sliding_window=7, layer_types=[_SLIDING, _FULL])),
+        "ernie4_5": Family("ernie4_5", fields=_fields(head_dim=16, use_bias=True)),
+        "exaone4": Family("exaone4", windows=(7, 0), fields=_fields(sliding_window=7, layer_types=[_SLIDING, _FULL])),
+        "gemma": Family("gemma", scale=32**-0.5, fields=_fields(head_dim=32)),
+        "glm": Family("glm", fields=_fields(head_dim=16)),
+        "glm4": Family("glm4", fields=_fields(head_dim=16, attention_bias=True)),
+        "gpt2": Family("gpt2", fields=_fields(n_inner=96)),
+        "granite": Family(
+            "granite",
+            scale=0.4,
+            fields=_fields(
+                attention_multiplier=0.4, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0
+            ),
+        ),
+        "granitemoe": Family(
+            "granitemoe",
+            scale=0.4,
+            fields=_fields(attention_multiplier=0.4, num_local_experts=4, num_experts_per_tok=2),
+        ),
+        "helium": Family("helium", fields=_fields(head_dim=16)),
+        "ministral": Family(
+            "ministral",
+            windows=(7, 0),
+            fields=_fields(head_dim=16, sliding_window=7, layer_types=[_SLIDING, _FULL]),
+        ),
+        "mixtral": Family(
+            "mixtral", windows=(8, 8), fields=_fields(sliding_window=8, num_local_experts=4, num_experts_per_tok=2)
+        ),
+        "olmo": Family("olmo", fields=_fields(clip_qkv=1.5)),
+        "olmo3": Family("olmo3", windows=(7, 0), fields=_fields(sliding_window=7, layer_types=[_SLIDING, _FULL])),
+        "phi": Family("phi", fields=_fields(rope_parameters=_DEFAULT | {"partial_rotary_factor": 0.5})),
+        "qwen3_moe": Family(
+            "qwen3_moe", fields=_fields(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+        ),
+        "qwen3_moe, windows": Family(
+            "qwen3_moe",
+            windows=(7, 7),
+            fields=_fields(
+                head_dim=16,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                use_sliding_window=True,
+                sliding_window=7,
+                max_window_layers=1,
+            ),
+        ),
+        "seed_oss": Family("seed_oss", fields=_fields(head_dim=16)),
+        "starcoder2": Family("starcoder2", windows=(7, 7), fields=_fields(sliding_window=7)),
     }
 )
 
@@ -203,7 +257,7 @@ def family_directory(parent: Path, name: str, *, seed: int = 0) -> Path:
     config = AutoConfig.for_model(family.architecture, **{**_COMMON, **family.fields})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _spread(model, seed)
-    directory = parent / name.replace(", ", "-").replace(" ", "-")
+    directory = parent / re.sub("[^a-z0-9_]+", "-", name)
     model.save_pretrained(directory)
     return directory
 
@@ -217,7 +271,7 @@ def _spread(model: nn.Module, seed: int) -> None:
             parameter.copy_(noise)
         elif parameter.ndim == 1:  # a norm's weight (around one or around zero), a bias, a sink
             parameter.add_(noise * 0.3)
-        elif parameter.ndim == 3:  # experts: [expert, in, out]
+        elif parameter.ndim == 3:  # experts
             parameter.copy_(noise * parameter.shape[1] ** -0.5)
         else:
             parameter.copy_(noise * (1.5 * parameter.shape[-1] ** -0.5))

@@ -123,11 +123,11 @@ def break_nonsense_values(toy: Path) -> Path:
         (break_no_config, "holds no config.json"),
         (break_config_is_no_json, "config.json is not JSON"),
         (break_no_model_type, "names no model_type"),
-        (break_unsupported, "architecture 'bert' is not supported; supported are gemma2"),
+        (break_unsupported, "architecture 'bert' is not supported; supported are arcee, cohere"),
         (break_unheard_of, "architecture 'perceptron9' is not supported"),
         (break_no_weights, "holds no weights"),
         (break_not_gguf, "neither a directory nor a GGUF file"),
-        (break_short_gguf, "configuration cannot be read"),
+        (break_short_gguf, "a GGUF file that can be read: it ends before its header does"),
         (break_nonsense_values, "configuration cannot be read"),
     ],
 )
