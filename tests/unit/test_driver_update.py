@@ -1,7 +1,7 @@
 """Workers are drained and replaced through the `Admin` service, over real gRPC, in one process. No stream notices."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,7 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from microtome.actors.config import ServiceConfig
 from microtome.actors.driver import DriverHost
+from microtome.actors.text import ModelText, TextStream
 from microtome.planner.types import SamplingParams
 from microtome.v1 import admin_pb2 as admin
 from microtome.v1 import admin_pb2_grpc
@@ -102,6 +104,46 @@ async def test_update_of_the_model_lets_streams_end_on_the_old_one_and_serves_ne
             assert tokens_of(await task) == undisturbed([n + 1], 400)
         assert (await updating).revision == 1
         assert ready(await until_idle(service.stub)) == ["worker-3", "worker-4"]
+
+
+class SpelledTokenizer:
+    """Text is token numbers behind a letter: "a7 a9 " is two tokens of model a."""
+
+    has_chat_template = False
+
+    def __init__(self, letter: str) -> None:
+        self._letter = letter
+
+    def encode(self, text: str) -> list[int]:
+        assert text.startswith(self._letter), "the prompt was given to another model's tokenizer"
+        return [int(word[1:]) for word in text.split()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(f"{self._letter}{token} " for token in tokens)
+
+    def stream(self, context: Sequence[int]) -> TextStream:
+        return TextStream(self.decode, (), context)
+
+
+def spelled_text(host: DriverHost, config: ServiceConfig) -> Callable[[], ModelText]:
+    """In place of a checkpoint's: the letter is "b" for the other model."""
+    letter = "b" if config.runtime.model == OTHER else "a"
+    return lambda: ModelText(tokenizer=SpelledTokenizer(letter), end_token_ids=(), architecture=letter)  # type: ignore[arg-type]
+
+
+async def test_each_models_text_is_read_and_written_by_its_own_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DriverHost, "_text_loader", spelled_text)
+    async with in_process(fake_config("fake:step_ms=3")) as service, admin_of(service) as stub:
+        old = asyncio.create_task(rest_of(service.stub.Generate(pb.GenerateRequest(text="a1 a2", max_new_tokens=400))))
+        await status_when(service.stub, lambda status: status.counters.output_tokens >= 20)
+        updating = stub.Update(admin.UpdateRequest(settings={"model": "other", "runtime.model": OTHER}))
+        assert (await model_named(service.stub, "other")).architecture == "b"
+        new = await rest_of(service.stub.Generate(pb.GenerateRequest(text="b1 b2", max_new_tokens=20)))
+        assert not old.done()
+        texts = ["".join(response.text for response in responses) for responses in (await old, new)]
+        assert texts[0] == SpelledTokenizer("a").decode(undisturbed([1, 2], 400))
+        assert texts[1] == SpelledTokenizer("b").decode(other_tokens([1, 2], 20))
+        await updating
 
 
 async def test_update_that_no_worker_survives_changes_nothing_and_says_why() -> None:
