@@ -7,6 +7,7 @@ has already set wins for threads only; Ray's are not negotiable, because a test 
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 THREADS = "2"
@@ -26,3 +27,7 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 folder = tempfile.mkdtemp(prefix="mt-", dir="/tmp")  # short: Ray's socket paths below it must fit in 107 bytes
 atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ["RAY_TMPDIR"] = folder  # one for each process of a parallel run
+
+# A shell starts background jobs with Ctrl-C ignored, and that is inherited: the processes that tests interrupt would
+# not notice. With a handler here they start with the system's default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
