@@ -1,5 +1,6 @@
 """From options to an executor that is ready: load, size, allocate, warm up, measure, in this order and once."""
 
+import logging
 import platform
 import time
 import uuid
@@ -9,66 +10,78 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from microtome.cuda_runtime.attention.registry import default_attention, get_attention
-from microtome.cuda_runtime.checkpoint import find_checkpoint, fingerprint
+from microtome.cuda_runtime.checkpoint import find_checkpoint
 from microtome.cuda_runtime.executor import Executor
 from microtome.cuda_runtime.kv_pool import KvPool, allocate_pool, size_pool
-from microtome.cuda_runtime.linear.packed import pack_linears
-from microtome.cuda_runtime.method import LINES, ROWS, DynamicMethod, Method, Program, StaticMethod
-from microtome.cuda_runtime.model import CellModel, load_model, read_geometry
+from microtome.cuda_runtime.method import (
+    LINES,
+    ROWS,
+    CapturedMethod,
+    DynamicMethod,
+    Method,
+    Program,
+    StaticMethod,
+)
 from microtome.cuda_runtime.options import RuntimeOptions
+from microtome.cuda_runtime.program import Forward
+from microtome.cuda_runtime.ready_model import ReadyModel, ready_model
 from microtome.cuda_runtime.rows import RowTable
+from microtome.cuda_runtime.start_up import StartUp
 from microtome.planner.errors import BadConfig
 from microtome.planner.types import Capability, Cell, Incarnation, MethodSpec, MethodTable
+
+_log = logging.getLogger("microtome.runtime")
 
 MEASURED_RUNS = 3  # per method and width, after one to warm up; the quickest counts
 
 
 def build(options: RuntimeOptions) -> Executor:
     """An executor over an empty pool. Raises `BadConfig` for what cannot work. Takes seconds to minutes."""
+    start_up = StartUp()
     checkpoint = find_checkpoint(options.model)
     device = _device(options)
-    dtype = _dtype(options, device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    causal_lm = load_model(checkpoint, device=device, dtype=dtype, session_tokens=options.max_session_tokens)
-    layers = read_geometry(causal_lm, device)
-    size = size_pool(
-        layers,
-        device=device,
-        dtype=dtype,
-        kv_tokens=options.kv_tokens,
-        memory_fraction=options.memory_fraction,
-        at_least=max(options.widths[-1], options.max_step_tokens),
-    )
-    pool = allocate_pool(layers, size.usable_cells, device=device, dtype=dtype)
-    max_session_tokens = min(
-        options.max_session_tokens or checkpoint.context_length, checkpoint.context_length, pool.usable_cells
-    )
-    rows = RowTable(options.max_sequences, max_session_tokens, pool.scratch_cell, device)
-    pack_linears(causal_lm)
-    model = CellModel(causal_lm, get_attention(default_attention(device)))
-    methods = _methods(options, _program(model, rows, pool), device)
-    table = MethodTable(tuple(_measured(method, rows) for method in methods))
+    model = ready_model(options, checkpoint, device=device, dtype=_dtype(options, device), start_up=start_up)
+    with start_up.stage("pool"):
+        size = size_pool(
+            model.layers,
+            device=device,
+            dtype=model.dtype,
+            kv_tokens=options.kv_tokens,
+            memory_fraction=options.memory_fraction,
+            at_least=max(options.widths[-1], options.max_step_tokens),
+        )
+        pool = allocate_pool(model.layers, size.usable_cells, device=device, dtype=model.dtype)
+        _log.info("room for %d tokens: %s", size.usable_cells, size.reason)
+        max_session_tokens = min(
+            options.max_session_tokens or checkpoint.context_length, checkpoint.context_length, pool.usable_cells
+        )
+        rows = RowTable(options.max_sequences, max_session_tokens, pool.scratch_cell, device)
+    with start_up.stage("capture"):
+        methods = _methods(options, model, rows, pool, device)
+    with start_up.stage("warm-up"):
+        table = MethodTable(tuple(_measured(method, rows) for method in methods))
+    _log.info("ready: %s", start_up)
     capability = Capability(
         incarnation=Incarnation(uuid.uuid4().hex),
         device=_device_name(device),
         device_uuid=_device_uuid(device),
-        model=checkpoint.name,
-        fingerprint=fingerprint(checkpoint),
+        model=model.name,
+        fingerprint=model.fingerprint,
         vocab_size=checkpoint.vocab_size,
         usable_cells=pool.usable_cells,
         scratch_cell=Cell(pool.scratch_cell),
         max_sequences=options.max_sequences,
         max_session_tokens=max_session_tokens,
-        windows=tuple(sorted({layer.window for layer in layers})),
+        windows=tuple(sorted({layer.window for layer in model.layers})),
         table=table,
         max_output_rows=options.max_sequences,
     )
     return Executor(capability=capability, methods=methods, rows=rows, pool=pool)
 
 
-def method_specs(options: RuntimeOptions) -> tuple[MethodSpec, ...]:
+def method_specs(options: RuntimeOptions, min_outputs: int = 1) -> tuple[MethodSpec, ...]:
     """The ladder the options ask for, ascending by width; the dynamic method only where it is the widest."""
     specs = [MethodSpec(name=f"forward_{width}", max_tokens=width, static=True) for width in options.widths]
     if options.max_step_tokens > options.widths[-1]:
@@ -78,22 +91,38 @@ def method_specs(options: RuntimeOptions) -> tuple[MethodSpec, ...]:
                 max_tokens=options.max_step_tokens,
                 static=False,
                 min_tokens=options.min_prefill_tokens,
+                min_rows=min_outputs,
             )
         )
     return tuple(specs)
 
 
-def _methods(options: RuntimeOptions, program: Program, device: torch.device) -> list[Method]:
-    return [
-        StaticMethod(spec, program, device) if spec.static else DynamicMethod(spec, program)
-        for spec in method_specs(options)
-    ]
+def _methods(
+    options: RuntimeOptions, model: ReadyModel, rows: RowTable, pool: KvPool, device: torch.device
+) -> list[Method]:
+    decode, prefill = (_program(forward, rows, pool) for forward in (model.decode, model.prefill))
+    methods: list[Method] = []
+    captured: list[CapturedMethod] = []
+    for spec in method_specs(options, model.min_outputs):
+        program = decode if spec.max_tokens == 1 else prefill
+        if not spec.static:
+            methods.append(DynamicMethod(spec, program))
+        elif device.type == "cuda":
+            captured.append(CapturedMethod(spec, program, device, rows.padding_row))
+            methods.append(captured[-1])
+        else:
+            methods.append(StaticMethod(spec, program, device))
+    if captured:
+        graph_pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            for method in reversed(captured):  # the widest first: the others fit into its memory
+                method.capture(graph_pool)
+    return methods
 
 
-def _program(model: CellModel, rows: RowTable, pool: KvPool) -> Program:
+def _program(forward: Forward, rows: RowTable, pool: KvPool) -> Program:
     def program(tokens_1N: Tensor, positions_1N: Tensor, rows_N: Tensor, selector_R: Tensor) -> Tensor:
-        logits: Tensor = model(tokens_1N, positions_1N, rows_N, selector_R, rows.device, pool.k, pool.v)
-        return logits
+        return forward(tokens_1N, positions_1N, rows_N, selector_R, rows.device, pool.k, pool.v)
 
     return program
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from microtome.planner.errors import BadConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+METHODS = ("eager", "compiled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +24,18 @@ class RuntimeOptions:
     max_sequences: int = 1024  # live at once
     max_session_tokens: int | None = None  # None: the model's context length, as far as the pool holds it
     threads: int | None = None  # of torch on a CPU; None: as torch finds it
+    methods: str = (
+        "eager"  # compiled: exported and compiled on first use, minutes, then kept; eager: the library's code
+    )
+    artifact_folder: str | None = None  # where what was compiled is kept; None: in the user's cache directory
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda") and not self.device.removeprefix("cuda:").isdecimal():
             raise BadConfig(f"device {self.device!r} is none of cpu, cuda, cuda:N")
         if self.dtype not in DTYPES:
             raise BadConfig(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if self.methods not in METHODS:
+            raise BadConfig(f"methods {self.methods!r} is none of {', '.join(METHODS)}")
         for name in ("kv_tokens", "max_session_tokens", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

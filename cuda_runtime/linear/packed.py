@@ -57,9 +57,9 @@ def operators() -> Any:
     return torch.ops.microtome
 
 
-def can_pack(linear: nn.Linear) -> bool:
-    """Whether the layer lies on a CPU whose kernels take its type and shape."""
-    if linear.weight.device.type != "cpu":
+def can_pack(linear: nn.Linear, device: torch.device | None = None) -> bool:
+    """Whether the layer lies on a CPU whose kernels take its type and shape, or would if it lay on `device`."""
+    if (device or linear.weight.device).type != "cpu":
         return False
     if linear.weight.dtype == torch.float32:
         return (found := operators()) is not None and bool(found.float32_served())
@@ -68,8 +68,10 @@ def can_pack(linear: nn.Linear) -> bool:
     return False
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, *, device: torch.device | None = None) -> int:
     """Exchange every linear layer that can be packed, in place; how many were.
+
+    A model on the meta device is exchanged as it would be on `device`.
 
     A weight tied to something else, such as an embedding, stays there and is packed beside it.
     """
@@ -77,11 +79,12 @@ def pack_linears(model: nn.Module) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and can_pack(child)
+        if type(child) is nn.Linear and can_pack(child, device)
     ]
     if not found:
         return 0
-    arena = Arena(sum(room(packed_bytes(child)) for _, _, child in found))
+    on_meta = all(child.weight.is_meta for _, _, child in found)
+    arena = None if on_meta else Arena(sum(room(packed_bytes(child)) for _, _, child in found))
     for parent, name, child in found:
         setattr(parent, name, PackedLinear(child, arena))
     return len(found)

@@ -1,0 +1,198 @@
+"""A model that can run forwards: the library's own code over packed weights (eager), or its compiled programs.
+
+Compiled programs come from an artifact: one that was named, or one in the cache, made on first use. The cache is keyed
+by content: of the checkpoint, of the sources that shape a program, and by machine, library versions and settings. Two
+processes that want the same one end with one: the second waits for the first.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+from microtome.cuda_runtime import artifact
+from microtome.cuda_runtime.attention.registry import default_attention, get_attention
+from microtome.cuda_runtime.checkpoint import Checkpoint, fingerprint
+from microtome.cuda_runtime.linear.packed import operators, pack_linears
+from microtome.cuda_runtime.model import CellModel, LayerGeometry, load_model, read_geometry
+from microtome.cuda_runtime.options import RuntimeOptions
+from microtome.cuda_runtime.program import (
+    DECODE,
+    MIN_OUTPUTS,
+    PREFILL,
+    CompiledForward,
+    Forward,
+    ProgramRequest,
+    compile_programs,
+)
+from microtome.cuda_runtime.start_up import StartUp
+from microtome.planner.errors import BadConfig
+
+# What a compiled program is shaped by, beside the libraries: a change here is another program.
+_SHAPED_BY = ("artifact.py", "model.py", "program.py", "rotary.py", "attention/torch_operator.py", "linear/packed.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyModel:
+    decode: Forward  # one token, one logits row
+    prefill: Forward  # any number from 2, at least `min_outputs` logits rows
+    min_outputs: int
+    layers: tuple[LayerGeometry, ...]
+    name: str  # of the model, as users know it
+    fingerprint: str
+    dtype: torch.dtype
+
+
+def ready_model(
+    options: RuntimeOptions, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, start_up: StartUp
+) -> ReadyModel:
+    """The model as the options want it. Raises `BadConfig`."""
+    if artifact.is_artifact(checkpoint.path):
+        return _from_artifact(checkpoint.path, options, device, start_up)
+    if options.methods == "compiled":
+        return _from_artifact(cached_artifact(options, checkpoint, device, dtype, start_up), options, device, start_up)
+    with start_up.stage("load"):
+        model, layers = _load(options, checkpoint, device, dtype)
+    return ReadyModel(
+        decode=model,
+        prefill=model,
+        min_outputs=1,
+        layers=layers,
+        name=checkpoint.name,
+        fingerprint=fingerprint(checkpoint),
+        dtype=dtype,
+    )
+
+
+def cached_artifact(
+    options: RuntimeOptions, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, start_up: StartUp
+) -> Path:
+    """The path of the artifact for these options, made if it is not there."""
+    folder = Path(options.artifact_folder) if options.artifact_folder else user_cache_path("microtome") / "artifacts"
+    with start_up.stage("fingerprint"):
+        content = fingerprint(checkpoint)
+    path = folder / _key(options, checkpoint, content, device, dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadConfig(f"artifact_folder {folder}: {error.strerror}") from error
+    with FileLock(f"{path}.lock"):
+        if not artifact.is_artifact(path):
+            make_artifact(path, options, checkpoint, content, device, dtype, start_up)
+    return path
+
+
+def make_artifact(
+    path: Path,
+    options: RuntimeOptions,
+    checkpoint: Checkpoint,
+    content: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    start_up: StartUp,
+) -> None:
+    """Export and compile the checkpoint into an artifact at `path`. Raises `BadConfig`."""
+    with start_up.stage("load"):
+        model, layers = _load(options, checkpoint, device, dtype)
+    session_tokens = _session_tokens(options, checkpoint)
+    request = ProgramRequest(
+        model=str(checkpoint.path),
+        device=str(device),
+        dtype=_name(dtype),
+        attention=default_attention(device),
+        layers=tuple((layer.kv_heads, layer.head_size, layer.window) for layer in layers),
+        max_step_tokens=max(2, options.max_step_tokens, options.widths[-1]),
+        session_tokens=session_tokens,
+    )
+
+    def compile_into(folder: Path) -> None:
+        with start_up.stage("export and compile"):
+            compile_programs(request, folder)
+
+    with start_up.stage("write"):
+        artifact.write(
+            path,
+            checkpoint=checkpoint,
+            fingerprint=content,
+            device=device,
+            dtype=request.dtype,
+            attention=request.attention,
+            layers=layers,
+            max_step_tokens=request.max_step_tokens,
+            session_tokens=session_tokens,
+            weights=dict(model.named_parameters(remove_duplicate=False))
+            | dict(model.named_buffers(remove_duplicate=False)),
+            compile_into=compile_into,
+        )
+
+
+def _from_artifact(path: Path, options: RuntimeOptions, device: torch.device, start_up: StartUp) -> ReadyModel:
+    with start_up.stage("check"):
+        manifest = artifact.read(path, device)
+        if options.dtype not in ("auto", manifest.dtype):
+            raise BadConfig(f"artifact {path}: it is of dtype {manifest.dtype}, not {options.dtype}")
+        widest = max(options.max_step_tokens, options.widths[-1])
+        if widest > manifest.max_step_tokens:
+            raise BadConfig(f"artifact {path}: it takes steps of {manifest.max_step_tokens} tokens, not of {widest}")
+        if (options.max_session_tokens or 0) > manifest.session_tokens:
+            raise BadConfig(
+                f"artifact {path}: it takes sessions of {manifest.session_tokens} tokens, "
+                f"not of {options.max_session_tokens}"
+            )
+    with start_up.stage("weights"):
+        get_attention(manifest.attention)  # the programs call its operator, and that of packed linear layers
+        operators()
+        weights = artifact.read_weights(path, manifest, device)
+    with start_up.stage("programs"):
+        return ReadyModel(
+            decode=CompiledForward(path / f"{DECODE}.pt2", weights),
+            prefill=CompiledForward(path / f"{PREFILL}.pt2", weights),
+            min_outputs=MIN_OUTPUTS,
+            layers=manifest.layers,
+            name=manifest.model,
+            fingerprint=manifest.fingerprint,
+            dtype=getattr(torch, manifest.dtype),
+        )
+
+
+def _load(
+    options: RuntimeOptions, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> tuple[CellModel, tuple[LayerGeometry, ...]]:
+    session_tokens = _session_tokens(options, checkpoint)
+    causal_lm = load_model(checkpoint, device=device, dtype=dtype, session_tokens=session_tokens)
+    layers = read_geometry(causal_lm, device)
+    pack_linears(causal_lm)
+    return CellModel(causal_lm, get_attention(default_attention(device))), layers
+
+
+def _session_tokens(options: RuntimeOptions, checkpoint: Checkpoint) -> int:
+    return min(options.max_session_tokens or checkpoint.context_length, checkpoint.context_length)
+
+
+def _key(
+    options: RuntimeOptions, checkpoint: Checkpoint, content: str, device: torch.device, dtype: torch.dtype
+) -> str:
+    text = hashlib.sha256()
+    here = Path(__file__).parent
+    for name in _SHAPED_BY:
+        text.update((here / name).read_bytes())
+    for part in (
+        content,
+        artifact.machine_kind(device),
+        torch.__version__,
+        transformers.__version__,
+        _name(dtype),
+        default_attention(device),
+        max(options.max_step_tokens, options.widths[-1]),
+        _session_tokens(options, checkpoint),
+    ):
+        text.update(f"{part}\0".encode())
+    return text.hexdigest()[:32]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
