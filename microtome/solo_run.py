@@ -4,6 +4,7 @@ For debugging, profiling and machines without Ray: it imports neither Ray nor gR
 the planner's words by the same code as a service's, so a prompt is refused here as it is there.
 """
 
+import importlib
 import json
 import secrets
 import time
@@ -176,8 +177,10 @@ class Solo:
         began = time.monotonic()
         self._config = config
         self._text: ModelText = server_part("actors.text").load_model_text(config.runtime.model)
+        importlib.import_module("transformers.utils.logging").disable_progress_bar()  # ours says what is going on
         module, _, function = config.workers.executor.partition(":")
-        self._executor: Executor = getattr(_imported(module), function)(config.runtime)
+        self._executor: Executor = getattr(importlib.import_module(module), function)(config.runtime)
+        self._control = Control(config.planner)  # it knows what the executor holds, from one `answer` to the next
         self.load_s = time.monotonic() - began
 
     @property
@@ -193,7 +196,7 @@ class Solo:
                 requests[index] = self._planned(request)
             except BadInput as error:
                 refused[index] = str(error)
-        report = run(self._executor, Control(self._config.planner), list(requests.values()), concurrency=concurrency)
+        report = run(self._executor, self._control, list(requests.values()), concurrency=concurrency)
         answers = dict(zip(requests, report.answers, strict=True))
         said = [
             self._refused(asked[index], refused[index])
@@ -263,9 +266,3 @@ def _prompt_of(request: pb.GenerateRequest) -> str:
             return request.chat.messages[-1].content
         case _:
             return " ".join(map(str, request.token_ids.ids))
-
-
-def _imported(module: str) -> Any:
-    if module.startswith("microtome."):
-        return server_part(module.removeprefix("microtome."))
-    return __import__(module, fromlist=["_"])
