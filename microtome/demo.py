@@ -76,7 +76,11 @@ def run_demo(console: Console, *, workers: int = 1, model: str = MODEL) -> bool:
         ready_s = time.monotonic() - began
         console.print(f"[bold]{model}[/] is served at {endpoint.address}; it took {ready_s:.1f} s to start")
         console.print()
-        rows = asyncio.run(run_chats(endpoint.address, console))
+        chats = run_chats(endpoint.address, console)
+        try:
+            rows = asyncio.run(chats)
+        finally:
+            chats.close()  # Ctrl-C before the loop had it: else Python remarks that it never ran
         console.print()
         console.print(times_table(rows, console.width))
         console.print(Text(whole_run(rows), style="bold"))
