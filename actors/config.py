@@ -122,6 +122,25 @@ class WorkersSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalSection:
+    """Whether what the planner is told and answers is written down, for `microtome replay`."""
+
+    path: str = ""  # of the file, or of a directory for it, on the driver's node; empty: nothing is written
+    max_bytes: int = 2**30  # of the file; recording ends there. One older file may stand beside it
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 2**20:
+            raise BadConfig(f"journal.max_bytes {self.max_bytes} is below {2**20}")
+
+    def file(self, service: str) -> Path | None:
+        """None: nothing is written. In a directory, the file has the service's name."""
+        if not self.path:
+            return None
+        path = Path(self.path)
+        return path / f"{service}.journal" if path.is_dir() else path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
     """One service's settings, nested by owner. Raises `BadConfig` when two sections contradict each other."""
 
@@ -131,6 +150,7 @@ class ServiceConfig:
     workers: WorkersSection = field(default_factory=WorkersSection)
     link: LinkSettings = field(default_factory=LinkSettings)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    journal: JournalSection = field(default_factory=JournalSection)
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -4,7 +4,8 @@
 Its `start` does everything again after a restart: workers of an earlier life are adopted, with what they hold.
 
 What is told to `Control` comes from here, from the front end and from the workers' links. What it answers is carried
-out at once, plans first; delivery to clients follows when every event that waited has been handled.
+out at once, plans first; delivery to clients follows when every event that waited has been handled, and behind that the
+journal, if one is kept.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from microtome.actors.admin import ADMIN, Admin
 from microtome.actors.config import ServiceConfig
 from microtome.actors.crew import Crew, WorkerStarter
 from microtome.actors.frontend import FrontEnd
+from microtome.actors.journal_file import JournalFile
 from microtome.actors.link import DEFAULT_EXECUTOR
 from microtome.actors.metrics import Metrics, Observation
 from microtome.actors.report import status_response
@@ -53,6 +55,7 @@ from microtome.planner.events import (
     WorkerGone,
     WorkerJoined,
 )
+from microtome.planner.replay import described
 from microtome.planner.types import Capability, WorkerId
 from microtome.v1 import admin_pb2_grpc as admin_rpc
 from microtome.v1 import generation_pb2 as pb
@@ -93,6 +96,9 @@ class DriverHost:
         self._failed = failed
         self._ray_address = ray_address
         self._control = Control(config.planner)
+        file = config.journal.file(config.service.name)
+        self._journal = JournalFile(file, config.journal.max_bytes) if file is not None else None
+        self._unwritten: list[tuple[Event, list[Instruction]]] = []  # what is still to be recorded
         self._crew = Crew(config, secret, starter, post=self.post, now_us=self.now_us, failed=self._break)
         self.front_end = FrontEnd(
             self,
@@ -120,8 +126,14 @@ class DriverHost:
     # --- life ---
 
     async def start(self, *, restarted: bool = False) -> None:
-        """Serve. Raises `BadConfig` when the port cannot be had. Workers start behind it: see `wait_ready`."""
+        """Serve. Workers start behind it: see `wait_ready`.
+
+        Raises `BadConfig` when the port cannot be had, or the journal cannot be written; but after a restart the
+        service goes on without a journal.
+        """
         service = self._config.service
+        if self._journal is not None:
+            await self._begin_journal(self._journal, restarted)
         if service.metrics_port is not None:
             self._end_metrics = self.metrics.serve(service.host, service.metrics_port)
         await self._serve(tries=BIND_TRIES if restarted else 1)
@@ -134,6 +146,14 @@ class DriverHost:
         count = adopted if restarted else self._config.first_workers
         self.post(Scale(at_us=self.now_us(), scaling=self._scaling, count=count))
         self._tasks.append(self._task(self._watch_nodes()))
+
+    async def _begin_journal(self, journal: JournalFile, restarted: bool) -> None:
+        try:
+            await asyncio.to_thread(journal.open, self._config.planner, version("microtome"))
+        except BadConfig as error:
+            if not restarted:
+                raise
+            log.warning("%s; the service goes on without it", error)
 
     async def _recall(self, store: RevisionStore, restarted: bool) -> None:
         """Go on with the settings that an earlier driver was updated to."""
@@ -253,14 +273,33 @@ class DriverHost:
                 event = self._events.popleft()
                 if isinstance(event, WorkerJoined):
                     self._joins(event)
-                for instruction in self._control.handle(event):
+                for instruction in self._decide(event):
                     self._carry_out(instruction, deliveries)
                 if isinstance(event, WorkerGone):
                     self._crew.lost(event.worker, event.incarnation, event.cause)
             if deliveries:
                 self.front_end.deliver(deliveries)
+            if self._unwritten:  # behind the tasks that send plans and tokens, which are ready now
+                self._event_loop.call_soon(self._write_down)
             self._quiet.set()
             self.loop_us += (time.perf_counter_ns() - begin) // 1000
+
+    def _decide(self, event: Event) -> list[Instruction]:
+        if self._journal is None or not self._journal.recording:
+            return self._control.handle(event)
+        try:
+            instructions = self._control.handle(event)
+        except Exception as error:
+            self._write_down()
+            self._journal.broke(event, described(error))
+            raise
+        self._unwritten.append((event, instructions))
+        return instructions
+
+    def _write_down(self) -> None:
+        calls, self._unwritten = self._unwritten, []
+        if self._journal is not None:
+            self._journal.add(calls)
 
     def _carry_out(self, instruction: Instruction, deliveries: list[Deliver]) -> None:
         match instruction:
@@ -407,6 +446,9 @@ class DriverHost:
     async def _close(self) -> None:
         self.front_end.close()
         if self._end_metrics is not None:
+        if self._journal is not None:
+            self._write_down()
+            await asyncio.to_thread(self._journal.close)
             await asyncio.to_thread(self._end_metrics)  # a scrape that is under way waits for this loop
 
     # --- status ---
@@ -426,7 +468,11 @@ class DriverHost:
 
         async def observe() -> Observation:
             return Observation(
-                self._control.status(), self._crew.members, self.loop_us * 1e-6, self.front_end.text_us * 1e-6
+                self._control.status(),
+                self._crew.members,
+                self.loop_us * 1e-6,
+                self.front_end.text_us * 1e-6,
+                self._journal,
             )
 
         return asyncio.run_coroutine_threadsafe(observe(), self._event_loop).result(SCRAPE_TIMEOUT_S)

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from microtome.actors.crew import Member, State
+from microtome.actors.journal_file import JournalFile
 from microtome.actors.streams import Stream
 from microtome.planner.errors import BadConfig
 from microtome.planner.status import ControlStatus
@@ -46,6 +47,7 @@ class Observation:
     members: Sequence[Member]
     handling_s: float  # spent by the driver on events since it started
     text_s: float  # spent decoding text
+    journal: JournalFile | None = None
 
 
 class Metrics(Collector):
@@ -111,6 +113,10 @@ class Metrics(Collector):
         yield GaugeMetricFamily("microtome_generations_running", "With a place on a worker", value=status.running)
         yield GaugeMetricFamily("microtome_generations_waiting", "In line", value=status.waiting)
         yield GaugeMetricFamily("microtome_sessions_open", "Opened by callers", value=status.sessions)
+        if seen.journal is not None:
+            written, recording = seen.journal.written_bytes, seen.journal.recording
+            yield CounterMetricFamily("microtome_journal_bytes", "Written to the journal by this driver", value=written)
+            yield GaugeMetricFamily("microtome_journal_recording", "1 while the journal has no gap", value=recording)
         yield from _workers(seen)
 
 

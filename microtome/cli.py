@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -104,6 +105,9 @@ def serve(
     kv_tokens: KvTokens = None,
     max_step_tokens: MaxStepTokens = None,
     threads: Threads = None,
+    journal: Annotated[
+        Path | None, typer.Option(show_default="none", help="Write down what the planner decides, for `replay`.")
+    ] = None,
     ray_address: Annotated[
         str | None,
         typer.Option(show_default="one of its own, here", help="The Ray cluster to use, host:port of its head."),
@@ -129,6 +133,7 @@ def serve(
         "runtime.kv_tokens": kv_tokens,
         "runtime.max_step_tokens": max_step_tokens,
         "runtime.threads": threads,
+        "journal.path": None if journal is None else str(journal.absolute()),
     }
     layers = layers_of(config_file, settings, given)
     local.serve(local.configuration(*layers), ray_address, Console(), Console(stderr=True))

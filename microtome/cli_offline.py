@@ -27,7 +27,6 @@ from microtome.cli_options import (
     TopP,
     layers_of,
 )
-from microtome.errors import InvalidRequest
 
 FAILED = 1
 
@@ -100,31 +99,21 @@ def replay(
     file: Annotated[Path, typer.Argument(help="A journal that a service has written.")],
     policy: Annotated[str | None, typer.Option(show_default="as recorded", help="What if: under this policy.")] = None,
     workers: Annotated[int | None, typer.Option(show_default="as recorded", help="What if: this many workers.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write what-if's figures to this file, too.")] = None,
+    life: Annotated[
+        int | None, typer.Option(show_default="all; what if: the longest", help="One of the driver's lives, from 1.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write what is found to this file, too.")] = None,
 ) -> None:
     """Run a journal's events again, and say where the planner's answers first differ from those written down.
 
-    With --policy or --workers: simulate instead what those would have made of the same requests.
+    With --policy or --workers: simulate instead what those would have made of the same requests. The exit status is 1
+    when an answer differs or a record is damaged.
     """
-    from microtome.planner.journal import read_journal
-    from microtome.planner.replay import replay as run_again
-    from microtome.planner.what_if import what_if
+    from microtome import replaying
 
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"journal {str(file)!r} cannot be read: {error.strerror or error}") from error
-    journal = read_journal(data)
-    if journal.torn_bytes:
-        remarks = Console(stderr=True, highlight=False, markup=False)
-        remarks.print(f"the last {journal.torn_bytes} bytes are no whole entry and are left out", soft_wrap=True)
-    if policy is None and workers is None and json_file is None:
-        report = run_again(journal.entries, journal.config)
-        print(report)
-        if report.difference is not None:
-            raise typer.Exit(FAILED)
-        return
-    figures = what_if(journal.entries, journal.config, policy=policy, workers=workers)
-    print(figures)
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures.as_dict(), indent=2) + "\n", encoding="utf-8")
+    console, remarks = Console(highlight=False), Console(stderr=True, highlight=False)
+    agrees = replaying.run(
+        file, policy=policy, workers=workers, life=life, json_file=json_file, console=console, remarks=remarks
+    )
+    if not agrees:
+        raise typer.Exit(FAILED)

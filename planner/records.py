@@ -50,35 +50,36 @@ def from_json(data: bytes, **further: object) -> Any:
         raise BadInput(f"not a record of the planner's: {data[:60]!r} ({error})") from error
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    fields = _FIELDS.get(kind)
+    if fields is not None:
+        record = {"!": kind.__name__}
+        for name, default in fields:
+            part = getattr(value, name)
+            if part is default:
+                continue
+            if default == () and type(part) is not tuple:
+                part = tuple(part)  # what holds a sequence makes no difference
+            if default is dataclasses.MISSING or part != default:
+                record[name] = part if type(part) in _PLAIN else _plain(part)
+        return record
+    if kind is tuple or kind is list:
+        # Columns of numbers are long: they are not walked one by one in Python.
+        return value if _PLAIN.issuperset(map(type, value)) else [_plain(part) for part in value]
     match value:
-        case None | bool() | int() | float() | str():
+        case int() | float() | str():
             return value
         case bytes():
             return {"!": "bytes", "base64": base64.b64encode(value).decode()}
         case Enum():
-            return {"!": type(value).__name__, "value": value.value}
+            return {"!": kind.__name__, "value": value.value}
         case BatchingError():
-            return {"!": type(value).__name__, "args": [_plain(part) for part in value.args]}
-        case _ if type(value) in _FIELDS:
-            return _plain_fields(value)
-        case tuple() | list():
-            # Columns of numbers are long: they are not walked one by one in Python.
-            return value if set(map(type, value)) <= _PLAIN else [_plain(part) for part in value]
+            return {"!": kind.__name__, "args": [_plain(part) for part in value.args]}
         case _:
-            return [_plain(part) for part in value]  # type: ignore[attr-defined]
-
-
-def _plain_fields(value: Any) -> dict[str, object]:
-    kind = type(value)
-    record: dict[str, object] = {"!": kind.__name__}
-    for name, default in _FIELDS[kind]:
-        part = getattr(value, name)
-        if default == () and type(part) is not tuple:
-            part = tuple(part)  # what holds a sequence makes no difference
-        if part is not default and (default is dataclasses.MISSING or part != default):
-            record[name] = _plain(part)
-    return record
+            return [_plain(part) for part in value]
 
 
 def _value(record: Any) -> Any:

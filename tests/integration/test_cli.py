@@ -15,9 +15,12 @@ from typer.testing import CliRunner, Result
 import microtome
 from microtome import local
 from microtome.cli import app
+from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import BadConfig
+from microtome.planner.journal import Encoder
 from microtome.v1 import generation_pb2 as pb
 from tests.support.fake_generation import WAIT_S, Endless, FakeGeneration, Served, refuses, response, says
+from tests.support.recorded import busy_day
 
 
 @pytest.fixture
@@ -245,8 +248,83 @@ def test_version_is_the_installed_one() -> None:
 
 def test_no_arguments_show_the_commands() -> None:
     shown = run().output
-    for command in ("serve", "generate", "status", "down", "fetch", "demo", "version"):
+    for command in (
+        *("serve", "generate", "status", "down", "drain", "update"),
+        *("fetch", "demo", "solo", "replay", "version"),
+    ):
         assert f" {command} " in shown
+
+
+# --- replay ---
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("journals") / "day.journal"
+    file.write_bytes(busy_day().journal)
+    return file
+
+
+def test_replay_of_what_the_planner_did_finds_no_difference(journal: Path) -> None:
+    result = run("replay", str(journal))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.endswith("no difference\n")
+
+
+def test_replay_of_another_answer_names_it_and_fails(journal: Path, tmp_path: Path) -> None:
+    # One more life, in which the planner is said to have answered nothing to its first event.
+    recorded = busy_day()
+    encoder = Encoder()
+    file = tmp_path / "two.journal"
+    event, answered = next((event, answered) for event, answered in recorded.entries if answered)
+    before = [event for event, answers in recorded.entries[: recorded.entries.index((event, answered))]]
+    silent = b"".join(encoder.entry(event, []) for event in [*before, event])
+    file.write_bytes(journal.read_bytes() + encoder.header(PlannerConfig()) + silent)
+    result = run("replay", str(file))
+    assert result.exit_code == 1
+    first, second = result.stdout.split("\nlife 2: ")
+    assert first.startswith("life 1: ")
+    assert "no difference" in first
+    assert "first difference" in second
+    assert run("replay", str(file), "--life", "1").exit_code == 0
+    assert sentence(run("replay", str(file), "--life", "3")) == "life 3 is not in 1 to 2"
+
+
+def test_replay_leaves_out_a_torn_end_and_says_so(journal: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.journal"
+    torn.write_bytes(journal.read_bytes()[:-3])
+    result = run("replay", str(torn))
+    assert result.exit_code == 0
+    assert "bytes at the end are left out: the last record was being written" in result.stderr
+
+
+def test_replay_what_if_is_a_table_and_a_json_file(journal: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    result = run("replay", str(journal), "--workers", "2", "--policy", "priority", "--json", str(figures))
+    assert (result.exit_code, result.stderr) == (0, "")
+    told = json.loads(figures.read_text())
+    assert told["policy"] == "priority"
+    assert told["what_if"]["ttft_p50_ms"] < told["simulated"]["ttft_p50_ms"]
+    assert "what if" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, "No such file or directory"), (b"", "it is not a journal"), (b"hello, world", "it is not a journal")],
+)
+def test_replay_of_what_is_no_journal_is_one_sentence(tmp_path: Path, content: bytes | None, told: str) -> None:
+    file = tmp_path / "some.file"
+    if content is not None:
+        file.write_bytes(content)
+    said = sentence(run("replay", str(file)))
+    assert f"'{file}'" in said
+    assert told in said
+
+
+def test_replay_under_a_policy_that_does_not_exist_names_those_that_do(journal: Path) -> None:
+    assert sentence(run("replay", str(journal), "--policy", "luck")).startswith(
+        "policy 'luck' is none of decode-first, "
+    )
 
 
 # --- as a process ---

@@ -143,7 +143,7 @@ def test_a_report_is_a_table_and_plain_data() -> None:
     assert set(data["what_if"]) == set(data["recorded"]) == set(data["simulated"])
     assert data["what_if"]["tokens_per_s"] == report.other.tokens_per_s
     lines = str(report).splitlines()
-    assert "fair, 2 workers" in lines[0]
+    assert "fair, workers 2" in lines[0]
     assert len(lines) == 1 + len(data["what_if"])
 
 
