@@ -445,10 +445,10 @@ class DriverHost:
 
     async def _close(self) -> None:
         self.front_end.close()
-        if self._end_metrics is not None:
         if self._journal is not None:
             self._write_down()
             await asyncio.to_thread(self._journal.close)
+        if self._end_metrics is not None:
             await asyncio.to_thread(self._end_metrics)  # a scrape that is under way waits for this loop
 
     # --- status ---
