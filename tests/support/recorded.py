@@ -1,27 +1,39 @@
-"""A small cluster whose life is written down."""
+"""Clusters whose lives are written down."""
 
 from collections.abc import Sequence
 
 from microtome.planner.config import PlannerConfig
+from microtome.planner.control import Control
 from microtome.planner.events import Event, Instruction
 from microtome.planner.journal import Encoder
+from tests.support.scaled_cluster import ScaledCluster
 from tests.support.small_cluster import SmallCluster, method_table
 
 
-class Recorded(SmallCluster):
-    """`journal`: the bytes; `entries`: what was written, before it was."""
+class Written:
+    """Of a cluster: `journal`, the bytes; `entries`, what was written, before it was."""
 
-    def __init__(self, config: PlannerConfig | None = None, **settings: object) -> None:
-        self._encoder = Encoder()
-        self.journal = self._encoder.header(config or PlannerConfig())
-        self.entries: list[tuple[Event, Sequence[Instruction]]] = []
-        super().__init__(config or PlannerConfig(), **settings)  # type: ignore[arg-type]
+    journal = b""
+    config: PlannerConfig
+    control: Control
 
     def control_answers(self, event: Event) -> list[Instruction]:
-        instructions = super().control_answers(event)
+        instructions = self.control.handle(event)
+        if not self.journal:
+            self._encoder = Encoder()
+            self.entries: list[tuple[Event, Sequence[Instruction]]] = []
+            self.journal = self._encoder.header(self.config)
         self.entries.append((event, instructions))
         self.journal += self._encoder.entry(event, instructions)
         return instructions
+
+
+class Recorded(Written, SmallCluster):
+    pass
+
+
+class RecordedFleet(Written, ScaledCluster):
+    pass
 
 
 def busy_day(config: PlannerConfig | None = None) -> Recorded:

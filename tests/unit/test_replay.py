@@ -8,13 +8,16 @@ import pytest
 from microtome.planner.config import PlannerConfig
 from microtome.planner.control import Control
 from microtome.planner.errors import BadConfig, BadInput
-from microtome.planner.events import Event, Instruction, Tick
+from microtome.planner.events import Event, Instruction, Scale, Tick, WorkerJoined
 from microtome.planner.journal import Encoder, Entry, Life, read_journal
 from microtome.planner.records import to_json
 from microtome.planner.replay import replay
+from microtome.planner.scaling import ScalingConfig
 from microtome.planner.what_if import Percentiles, what_if
 from tests.simulation.world import World
-from tests.support.recorded import Recorded, busy_day
+from tests.support.recorded import Recorded, RecordedFleet, Written, busy_day
+
+S = 1_000_000
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -37,7 +40,7 @@ def test_a_simulated_life_replays_without_a_difference(seed: int) -> None:
     assert report.entries == len(life) == len(journal) - 1 > 10
 
 
-def life_of(cluster: Recorded) -> Life:
+def life_of(cluster: Written) -> Life:
     (life,) = read_journal(cluster.journal).lives
     return life
 
@@ -114,6 +117,68 @@ def test_another_policy_changes_who_waits_and_not_what_is_delivered() -> None:
     report = what_if(life, life.config, policy="fair-priority")
     assert report.other.output_tokens == report.own.output_tokens
     assert report.other.ttft != report.own.ttft
+
+
+def scaled_day() -> RecordedFleet:
+    """Some time without work, then a load for several workers, an update meanwhile, then nothing."""
+    scaling = ScalingConfig(min_workers=1, max_workers=4, settle_s=2, idle_s=10)
+    cluster = RecordedFleet(scaling, 1, start_us=S // 10, usable_cells=1000)
+    cluster.advance(10 * S)
+    for n in range(60):
+        cluster.submit(range(n, n + 40), 100)
+    cluster.advance(S)
+    cluster.update(1)
+    cluster.advance(60 * S)
+    assert not cluster.control._generations
+    return cluster
+
+
+def test_a_fleet_that_grows_is_updated_and_shrinks_does_so_in_the_simulation() -> None:
+    cluster = scaled_day()
+    life = life_of(cluster)
+    assert replay(life, life.config).difference is None
+    report = what_if(life, life.config)
+    assert report.own == report.other
+    assert report.own.output_tokens == report.recorded.output_tokens == 60 * 100
+    assert report.own.refused == 0
+    assert 1 < report.own.workers < 4
+    assert 1 < report.recorded.workers < 4
+    fixed = what_if(life, life.config, workers=1).other
+    assert fixed.workers == pytest.approx(1)
+    assert fixed.output_tokens == report.own.output_tokens
+    assert "workers as recorded" in str(report)
+
+
+def test_an_update_whose_workers_never_came_is_taken_back_in_the_simulation_too() -> None:
+    cluster = RecordedFleet(ScalingConfig(min_workers=2, max_workers=2), 2)
+    cluster.advance(3 * S)
+    cluster.fail.add(1)
+    cluster.update(1)
+    cluster.submit(range(30), 50)
+    cluster.advance(10 * S)
+    assert cluster.updates[-1].error is not None
+    life = life_of(cluster)
+    report = what_if(life, life.config)
+    assert report.own.output_tokens == report.recorded.output_tokens == 50
+    assert report.own.workers == pytest.approx(2)
+
+
+def test_a_simulation_that_comes_to_no_end_says_so() -> None:
+    cluster = RecordedFleet(ScalingConfig(min_workers=0, max_workers=1, idle_s=1), 0)
+    cluster.submit(range(5), 5)
+    cluster.advance(10 * S)
+    life = life_of(cluster)
+    # Nobody may start a worker in this one.
+    entries = [e for e in life if not isinstance(e.event, Scale)]
+    none = replace(entries[0], event=Scale(at_us=0, scaling=ScalingConfig(min_workers=0, max_workers=1), count=0))
+    joined = [e if not isinstance(e.event, WorkerJoined) else _of_revision(e, 7) for e in entries]
+    with pytest.raises(BadInput, match="the simulation comes to no end: 1 generations got no token for an hour"):
+        what_if([replace(none, instructions=[]), *joined], life.config)
+
+
+def _of_revision(entry: Entry, revision: int) -> Entry:
+    assert isinstance(entry.event, WorkerJoined)
+    return replace(entry, event=replace(entry.event, revision=revision))
 
 
 def test_sessions_of_a_journal_take_their_turns_in_the_simulation() -> None:
