@@ -74,7 +74,7 @@ def is_artifact(path: Path) -> bool:
 
 def read(path: Path, device: torch.device) -> Manifest:
     """The manifest of a sound artifact that runs on `device`. Raises `BadConfig` naming the check that failed."""
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     for check, found, here in (
         ("torch version", manifest.torch, torch.__version__),
         ("machine", manifest.machine, machine_kind(device)),
@@ -162,7 +162,9 @@ def write(
         os.replace(made, path)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
+    """What the artifact says of itself, well formed and signed; its files are not looked at. Raises `BadConfig`."""
+    """What the artifact says of itself, well formed and signed; its files are not looked at. Raises `BadConfig`."""
     try:
         fields = json.loads((path / MANIFEST).read_bytes())
     except OSError as error:

@@ -6,11 +6,13 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from microtome.cuda_runtime.checkpoint import find_checkpoint
+from microtome.cuda_runtime.artifact import is_artifact
+from microtome.cuda_runtime.checkpoint import find_checkpoint, fingerprint
 from microtome.cuda_runtime.executor import Executor
 from microtome.cuda_runtime.kv_pool import KvPool, allocate_pool, size_pool
 from microtome.cuda_runtime.method import (
@@ -24,7 +26,7 @@ from microtome.cuda_runtime.method import (
 )
 from microtome.cuda_runtime.options import RuntimeOptions
 from microtome.cuda_runtime.program import Forward
-from microtome.cuda_runtime.ready_model import ReadyModel, ready_model
+from microtome.cuda_runtime.ready_model import ReadyModel, make_artifact, ready_model
 from microtome.cuda_runtime.rows import RowTable
 from microtome.cuda_runtime.start_up import StartUp
 from microtome.planner.errors import BadConfig
@@ -39,10 +41,10 @@ def build(options: RuntimeOptions) -> Executor:
     """An executor over an empty pool. Raises `BadConfig` for what cannot work. Takes seconds to minutes."""
     start_up = StartUp()
     checkpoint = find_checkpoint(options.model)
-    device = _device(options)
+    device = chosen_device(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model = ready_model(options, checkpoint, device=device, dtype=_dtype(options, device), start_up=start_up)
+    model = ready_model(options, checkpoint, device=device, dtype=chosen_dtype(options, device), start_up=start_up)
     with start_up.stage("pool"):
         size = size_pool(
             model.layers,
@@ -145,7 +147,20 @@ def _measured(method: Method, rows: RowTable) -> MethodSpec:
     return replace(spec, cost_us=max(1, round(wide_us - slope * wide)), cost_ns_per_token=round(slope * 1000))
 
 
-def _device(options: RuntimeOptions) -> torch.device:
+def export(options: RuntimeOptions, path: Path) -> StartUp:
+    """Make an artifact of the model at `path`; where its time went. Raises `BadConfig`."""
+    start_up = StartUp()
+    checkpoint = find_checkpoint(options.model)
+    if is_artifact(checkpoint.path):
+        raise BadConfig(f"model {checkpoint.path} is an artifact already")
+    device = chosen_device(options)
+    with start_up.stage("fingerprint"):
+        content = fingerprint(checkpoint)
+    make_artifact(path, options, checkpoint, content, device, chosen_dtype(options, device), start_up)
+    return start_up
+
+
+def chosen_device(options: RuntimeOptions) -> torch.device:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadConfig(f"device {options.device!r}: this torch ({torch.__version__}) finds no CUDA device")
@@ -154,7 +169,7 @@ def _device(options: RuntimeOptions) -> torch.device:
     return device
 
 
-def _dtype(options: RuntimeOptions, device: torch.device) -> torch.dtype:
+def chosen_dtype(options: RuntimeOptions, device: torch.device) -> torch.dtype:
     if options.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]

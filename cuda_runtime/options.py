@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from microtome.planner.errors import BadConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-METHODS = ("eager", "compiled")
+METHODS = ("auto", "compiled", "eager")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,7 @@ class RuntimeOptions:
     max_sequences: int = 1024  # live at once
     max_session_tokens: int | None = None  # None: the model's context length, as far as the pool holds it
     threads: int | None = None  # of torch on a CPU; None: as torch finds it
-    methods: str = (
-        "eager"  # compiled: exported and compiled on first use, minutes, then kept; eager: the library's code
-    )
+    methods: str = "auto"  # eager, compiled (on first use, in minutes), or auto: compiled where that was done before
     artifact_folder: str | None = None  # where what was compiled is kept; None: in the user's cache directory
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ processes that want the same one end with one: the second waits for the first.
 """
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from microtome.cuda_runtime.program import (
 from microtome.cuda_runtime.start_up import StartUp
 from microtome.planner.errors import BadConfig
 
+_log = logging.getLogger("microtome.runtime")
+
 # What a compiled program is shaped by, beside the libraries: a change here is another program.
 _SHAPED_BY = ("artifact.py", "model.py", "program.py", "rotary.py", "attention/torch_operator.py", "linear/packed.py")
 
@@ -53,8 +56,18 @@ def ready_model(
     """The model as the options want it. Raises `BadConfig`."""
     if artifact.is_artifact(checkpoint.path):
         return _from_artifact(checkpoint.path, options, device, start_up)
-    if options.methods == "compiled":
-        return _from_artifact(cached_artifact(options, checkpoint, device, dtype, start_up), options, device, start_up)
+    content = ""
+    if options.methods != "eager":
+        with start_up.stage("fingerprint"):
+            content = fingerprint(checkpoint)
+        path = cache_path(options, checkpoint, content, device, dtype)
+        # A CPU's compiler takes minutes: worth it for those who asked. On CUDA there is no other way that is quick.
+        if artifact.is_artifact(path) or options.methods == "compiled" or device.type == "cuda":
+            _make_if_absent(path, options, checkpoint, content, device, dtype, start_up)
+            return _from_artifact(path, options, device, start_up)
+        _log.info(
+            "methods are eager: compiled ones are quicker, once `serve` or runtime.methods=compiled has made them"
+        )
     with start_up.stage("load"):
         model, layers = _load(options, checkpoint, device, dtype)
     return ReadyModel(
@@ -63,27 +76,35 @@ def ready_model(
         min_outputs=1,
         layers=layers,
         name=checkpoint.name,
-        fingerprint=fingerprint(checkpoint),
+        fingerprint=content or fingerprint(checkpoint),
         dtype=dtype,
     )
 
 
-def cached_artifact(
-    options: RuntimeOptions, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, start_up: StartUp
+def cache_path(
+    options: RuntimeOptions, checkpoint: Checkpoint, content: str, device: torch.device, dtype: torch.dtype
 ) -> Path:
-    """The path of the artifact for these options, made if it is not there."""
+    """Where the artifact for these options is kept, or would be."""
     folder = Path(options.artifact_folder) if options.artifact_folder else user_cache_path("microtome") / "artifacts"
-    with start_up.stage("fingerprint"):
-        content = fingerprint(checkpoint)
-    path = folder / _key(options, checkpoint, content, device, dtype)
+    return folder / _key(options, checkpoint, content, device, dtype)
+
+
+def _make_if_absent(
+    path: Path,
+    options: RuntimeOptions,
+    checkpoint: Checkpoint,
+    content: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    start_up: StartUp,
+) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not artifact.is_artifact(path):
+                make_artifact(path, options, checkpoint, content, device, dtype, start_up)
     except OSError as error:
-        raise BadConfig(f"artifact_folder {folder}: {error.strerror}") from error
-    with FileLock(f"{path}.lock"):
-        if not artifact.is_artifact(path):
-            make_artifact(path, options, checkpoint, content, device, dtype, start_up)
-    return path
+        raise BadConfig(f"artifact_folder {path.parent}: {error.strerror or error}") from error
 
 
 def make_artifact(
