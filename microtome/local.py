@@ -101,17 +101,17 @@ def serve(config: "ServiceConfig", ray_address: str | None, output: Console, rem
             endpoint = stack.enter_context(running(config, ray_address))
         elsewhere = "" if endpoint.address == DEFAULT_ADDRESS else f" --address {endpoint.address}"
         count = config.workers.count
-        output.print(
-            f"ready: {config.model} at {endpoint.address}, {count} worker{'' if count == 1 else 's'} "
-            f"on {config.runtime.device}, after {time.monotonic() - began:.1f} s",
-            f'  try   microtome generate "Once upon a time"{elsewhere}',
-            f"  stop  Ctrl-C, or: microtome down{elsewhere}",
-            sep="\n",
-            soft_wrap=True,
-            highlight=False,
-            markup=False,
-        )
         try:
+            output.print(
+                f"ready: {config.model} at {endpoint.address}, {count} worker{'' if count == 1 else 's'} "
+                f"on {config.runtime.device}, after {time.monotonic() - began:.1f} s",
+                f'  try   microtome generate "Once upon a time"{elsewhere}',
+                f"  stop  Ctrl-C, or: microtome down{elsewhere}",
+                sep="\n",
+                soft_wrap=True,
+                highlight=False,
+                markup=False,
+            )
             while server_part("actors.cluster").is_up(service, namespace=config.service.ray_namespace):
                 time.sleep(WATCH_S)
             remarks.print(f"{service!r} was taken down", markup=False, highlight=False)
