@@ -20,7 +20,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import microtome
-from microtome import cli_offline, local
+from microtome import cli_artifact, cli_offline, local
 from microtome.cli_options import (
     Address,
     ConfigFile,
@@ -135,7 +135,8 @@ def serve(
         "runtime.threads": threads,
         "journal.path": None if journal is None else str(journal.absolute()),
     }
-    layers = layers_of(config_file, settings, given)
+    compiled = {"runtime.methods": "compiled"}  # worth a slow first start: the others find it done
+    layers = [compiled, *layers_of(config_file, settings, given)]
     local.serve(local.configuration(*layers), ray_address, Console(), Console(stderr=True))
 
 
@@ -313,6 +314,8 @@ def demo(
 
 
 app.command()(cli_offline.solo)
+app.command()(cli_artifact.export)
+app.command()(cli_artifact.inspect)
 app.command()(cli_offline.replay)
 
 

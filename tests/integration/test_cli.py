@@ -250,7 +250,7 @@ def test_no_arguments_show_the_commands() -> None:
     shown = run().output
     for command in (
         *("serve", "generate", "status", "down", "drain", "update"),
-        *("fetch", "demo", "solo", "replay", "version"),
+        *("fetch", "demo", "solo", "export", "inspect", "replay", "version"),
     ):
         assert f" {command} " in shown
 

@@ -62,7 +62,18 @@ def test_job_brings_its_own_service_up_and_down(head: RayHead, working_dir: Path
 
 def test_job_uses_a_service_that_is_up_and_leaves_it_up(head: RayHead, working_dir: Path, model: Path) -> None:
     microtome = Path(sys.executable).with_name("microtome")
-    options = ["--name", "shared", "--port", "0", "--ray-address", head.address, "--threads", "1"]
+    options = [
+        "--name",
+        "shared",
+        "--port",
+        "0",
+        "--ray-address",
+        head.address,
+        "--threads",
+        "1",
+        "--set",
+        "runtime.methods=eager",
+    ]
     serving = subprocess.Popen(
         [microtome, "serve", *options, str(model)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
