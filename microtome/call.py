@@ -5,6 +5,7 @@ again, or raise. One thread at a time uses a `Call`. Here is also, and only here
 """
 
 import random
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ _RECONNECT: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),  # what is tried again is decided here
 )
 _LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
+_TOO_LARGE = re.compile(r"(?P<end>SERVER|CLIENT): Received message larger than max \((?P<bytes>\d+) vs\. (?P<most>\d+)")
 _SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:", "xds:")
 
 
@@ -113,6 +115,12 @@ class Call:
                 details = f"the generation took longer than {self._timeout_s or 0:g} s; {self._so_far()} had come"
         if code is grpc.StatusCode.CANCELLED and details == "Channel closed!":
             details = CLOSED_MEANWHILE
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.match(details)):
+            # No lack of room that passes: the same message is too large tomorrow, too.
+            whose, limit = ("request", "service") if sizes["end"] == "SERVER" else ("answer", "client")
+            return InvalidRequest(
+                f"the {whose} has {sizes['bytes']} bytes, and {sizes['most']} is the {limit}'s limit", code.name
+            )
         if code is grpc.StatusCode.UNIMPLEMENTED and details in ("", "Method not found!"):
             details = f"what answers at {self._address} does not offer {SERVICE}"
         return error_for(code.name, details or f"{code.name} from {self._address}", _retry_after_ms(failure))

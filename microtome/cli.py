@@ -221,14 +221,18 @@ def status(
     address: Address = local.DEFAULT_ADDRESS,
 ) -> None:
     """Say how the service is: model, workers, load, counters."""
-    from microtome.status_view import status_view
+    from microtome.status_view import UNWRAPPED, status_view
 
     with microtome.Client(address) as client:
-        state = client.status()
-        if as_json:
-            print(json.dumps(dataclasses.asdict(state), ensure_ascii=False, indent=2))
-            return
-        Console().print(status_view(state, address))
+        state, model = client.status(), client.model()
+    if as_json:
+        told = {"model": model.name, **dataclasses.asdict(state)}
+        print(json.dumps(told, ensure_ascii=False, indent=2))
+        return
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a program: one line is one fact
+        console.width = UNWRAPPED
+    console.print(status_view(state, model, address))
 
 
 @app.command()

@@ -26,12 +26,12 @@ Settings = Annotated[
 ]
 
 # Of a generation.
-MaxNewTokens = Annotated[int | None, typer.Option("--max-new-tokens", "-n", help="1 or more.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0: greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.")]
+MaxNewTokens = Annotated[int | None, typer.Option("--max-new-tokens", "-n", show_default="256", help="1 or more.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", "-t", show_default="0", help="0: greedy.")]
+TopK = Annotated[int | None, typer.Option(show_default="all", help="Draw from this many likeliest tokens.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total share.")]
 MinP = Annotated[float | None, typer.Option(help="Draw from tokens this likely, relative to the first.")]
-Seed = Annotated[int | None, typer.Option(help="Equal seeds draw equal tokens.")]
+Seed = Annotated[int | None, typer.Option(show_default="drawn", help="Equal seeds draw equal tokens.")]
 StopTokenId = Annotated[list[int] | None, typer.Option(help="Stop at this token, too; may be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end tokens.")]
 

@@ -92,8 +92,10 @@ def positive_seconds(name: str, value: object) -> float:
 def _fill(request: pb.GenerateRequest, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         match name:
-            case "max_new_tokens" | "top_k":
-                setattr(request, name, _whole(name, value, 0, _UINT32_MAX))
+            case "max_new_tokens":
+                request.max_new_tokens = _whole(name, value, 1, _UINT32_MAX)
+            case "top_k":
+                request.top_k = _whole(name, value, 0, _UINT32_MAX)
             case "seed":
                 request.seed = _whole(name, value, 0, _UINT64_MAX)
             case "priority":

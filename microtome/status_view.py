@@ -4,24 +4,30 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from microtome.answers import ServiceStatus
+from microtome.answers import Model, ServiceStatus
 from microtome.terminal import one_line
 
-__all__ = ["status_view"]
+__all__ = ["UNWRAPPED", "status_view"]
 
+UNWRAPPED = 1000  # columns, where nothing is to be folded
 _STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "lost": "red"}
 
 
-def status_view(state: ServiceStatus, address: str) -> RenderableType:
-    """A line on the service, a row for each worker, a line of counters."""
+def status_view(state: ServiceStatus, model: Model, address: str) -> RenderableType:
+    """A line on the service, one on its model and load, a row for each worker, why some are not ready, the counters."""
     headline = Text()
     headline.append(one_line(state.service), "bold")
     headline.append(f" {one_line(state.version)} at {address}, up {_duration(state.uptime_s)}")
     if state.ray_address:
         headline.append(f", on Ray {one_line(state.ray_address)}")
-    load = Text(f"{state.running} running, {state.waiting} waiting")
+    load = Text(f"{one_line(model.name)}: {state.running} running, {state.waiting} waiting")
     counters = Text(", ".join(_counted(state.counters)), "dim")
-    return Group(headline, load, _workers(state), counters)
+    causes = [
+        Text(f"{one_line(worker.name)} is {one_line(worker.state)}: {one_line(worker.cause)}", "dim")
+        for worker in state.workers
+        if worker.cause
+    ]
+    return Group(headline, load, _workers(state), *causes, counters)
 
 
 def _workers(state: ServiceStatus) -> RenderableType:
@@ -33,12 +39,9 @@ def _workers(state: ServiceStatus) -> RenderableType:
     for name in ("pid", "sessions", "cells", "cached", "steps"):
         table.add_column(name, justify="right", no_wrap=True)
     for worker in state.workers:
-        condition = Text(one_line(worker.state), _STYLES.get(worker.state, ""))
-        if worker.cause:
-            condition.append(f" ({one_line(worker.cause)})", "dim")
         table.add_row(
             one_line(worker.name),
-            condition,
+            Text(one_line(worker.state), _STYLES.get(worker.state, "")),
             one_line(worker.device),
             one_line(worker.address),
             str(worker.pid),

@@ -236,8 +236,15 @@ def test_status_names_service_workers_and_load(served: Served) -> None:
         assert fact in result.stdout
 
 
+def test_status_into_a_file_is_not_folded(served: Served) -> None:
+    lines = run("status", "--address", served.address).stdout.splitlines()
+    assert any("321 output tokens" in line and "generations finished" in line for line in lines)
+    assert any("worker-0" in line and "4242" in line and "12/4096" in line for line in lines)
+
+
 def test_status_json_is_all_of_it(served: Served) -> None:
     told = json.loads(run("status", "--json", "--address", served.address).stdout)
+    assert told["model"]
     assert told["workers"][0]["cells_usable"] == 4096
     assert told["counters"]["output_tokens"] == 321
 

@@ -82,6 +82,19 @@ def test_other_remarks_of_gRPC_become_sentences_too(code: grpc.StatusCode, detai
     assert told(code, details, timeout_s=3) == sentence
 
 
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        ("SERVER", "the request has 8000042 bytes, and 4194304 is the service's limit"),
+        ("CLIENT", "the answer has 8000042 bytes, and 4194304 is the client's limit"),
+    ],
+)
+def test_a_message_that_is_too_large_is_refused_and_not_to_be_tried_later(end: str, sentence: str) -> None:
+    details = f"{end}: Received message larger than max (8000042 vs. 4194304)"
+    error = Call(ADDRESS, ONCE, None).error_of(Failure(Code.RESOURCE_EXHAUSTED, details))
+    assert (type(error), str(error), error.status) == (errors.InvalidRequest, sentence, "RESOURCE_EXHAUSTED")
+
+
 @pytest.mark.parametrize("value", ["soon", "-5", "1.5", b"\xff"])
 def test_a_retry_after_that_is_no_number_is_left_out(value: str | bytes) -> None:
     failure = Failure(Code.RESOURCE_EXHAUSTED, "full", [("other", "1"), ("retry-after-ms", value)])

@@ -62,8 +62,10 @@ def test_every_option_but_the_timeout_changes_the_request() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens must be 0 to 4294967295, not -1"),
-        ({"max_new_tokens": 2**32}, "max_new_tokens must be 0 to 4294967295, not 4294967296"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be 1 to 4294967295, not 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be 1 to 4294967295, not -1"),
+        ({"max_new_tokens": 2**32}, "max_new_tokens must be 1 to 4294967295, not 4294967296"),
+        ({"top_k": -1}, "top_k must be 0 to 4294967295, not -1"),
         ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number, not 1.5"),
         ({"max_new_tokens": True}, "max_new_tokens must be a whole number, not True"),
         ({"top_k": "4"}, "top_k must be a whole number, not '4'"),

@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from microtome.answers import ServiceStatus, status_of
+from microtome.answers import ServiceStatus, model_of, status_of
 from microtome.status_view import status_view
 from microtome.v1 import generation_pb2 as pb
 
@@ -21,6 +21,8 @@ COUNTERS = pb.Counters(
     idle_us=100_000,
 )
 
+MODEL = model_of(pb.GetModelResponse(name="tiny"))
+
 
 def status(*workers: pb.WorkerStatus, uptime_ms: int = 0, counters: pb.Counters = COUNTERS) -> ServiceStatus:
     return status_of(
@@ -31,13 +33,27 @@ def status(*workers: pb.WorkerStatus, uptime_ms: int = 0, counters: pb.Counters 
 def text(state: ServiceStatus, width: int = 200) -> str:
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
-        console.print(status_view(state, "h:1"))
+        console.print(status_view(state, MODEL, "h:1"))
     return captured.get()
 
 
 def test_a_worker_that_is_not_ready_says_why() -> None:
     lost = pb.WorkerStatus(name="worker-2", state="lost", cause="killed by\nsignal 9\x1b[2J")
-    assert "lost (killed by signal 9[2J)" in text(status(lost))
+    assert "worker-2 is lost: killed by signal 9[2J\n" in text(status(lost))
+
+
+def test_a_long_cause_does_not_fold_the_workers_rows() -> None:
+    ready = pb.WorkerStatus(name="worker-1", state="ready", device="cpu", address="127.0.0.1:40077", pid=12593)
+    lost = pb.WorkerStatus(
+        name="worker-2", state="lost", device="cpu", address="127.0.0.1:41731", cause="it died, " * 9
+    )
+    rows = text(status(ready, lost), 80).splitlines()
+    assert sum("127.0.0.1:40077" in row and "12593" in row for row in rows) == 1
+    assert sum("127.0.0.1:41731" in row and "lost" in row for row in rows) == 1
+
+
+def test_the_model_and_the_load_are_told() -> None:
+    assert "tiny: 0 running, 0 waiting\n" in text(status())
 
 
 def test_a_service_without_workers_says_so() -> None:
