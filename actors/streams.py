@@ -26,6 +26,30 @@ _FINISH = {
 class Stream:
     """One generation's output."""
 
+    __slots__ = (  # thousands of ended ones are kept
+        "_changed",
+        "_ends",
+        "_listener",
+        "_text",
+        "_tokens",
+        "base",
+        "context",
+        "created_us",
+        "ended_us",
+        "error",
+        "expected",
+        "finish",
+        "first_us",
+        "generation",
+        "prompt_tokens",
+        "resumable",
+        "seed",
+        "source",
+        "text",
+        "unclaimed_until_us",
+        "usage",
+    )
+
     def __init__(
         self,
         generation: GenerationId,

@@ -107,7 +107,8 @@ async def watch(client: microtome.AsyncClient, name: str, growth: Growth, end_s:
 async def soak(name: str, seconds: float, seed: int, *, calm_s: float) -> tuple[Story, Growth]:
     """`seconds` of chaos, then `calm_s` of load alone, in which nothing may grow."""
     story, growth, random = Story(seed), Growth(), Random(seed)
-    endpoint = up(name, "fake:step_ms=2", workers__count=WORKERS)
+    # Ended streams are kept for a short while only, so that what is judged has reached its size.
+    endpoint = up(name, "fake:step_ms=2", workers__count=WORKERS, service__retain_s=5)
     chaos_end_s = time.monotonic() + seconds
     end_s = chaos_end_s + calm_s
     async with microtome.AsyncClient(endpoint.address, retry=LONGEST_CHAIN) as client:
