@@ -4,6 +4,7 @@ from typing import NoReturn
 
 import pytest
 import ray
+
 from microtome.actors import cluster
 from microtome.actors.config import read_config
 from microtome.planner.errors import BadConfig
