@@ -73,12 +73,14 @@ def run_demo(console: Console, *, workers: int = 1, model: str = MODEL) -> bool:
     with ExitStack() as stack:
         with busy(console, f"starting Ray, the driver and {_count(workers, 'CPU worker')} with {model}"):
             endpoint = stack.enter_context(running(config))
+        runner = stack.enter_context(asyncio.Runner())
+        runner.get_loop()  # before anybody is invited to Ctrl-C: interrupted in the making, it would be left half made
         ready_s = time.monotonic() - began
         console.print(f"[bold]{model}[/] is served at {endpoint.address}; it took {ready_s:.1f} s to start")
         console.print()
         chats = run_chats(endpoint.address, console)
         try:
-            rows = asyncio.run(chats)
+            rows = runner.run(chats)
         finally:
             chats.close()  # Ctrl-C before the loop had it: else Python remarks that it never ran
         console.print()
