@@ -104,7 +104,8 @@ def generation_options(
     wanted = min(wanted, room)
     if before > wanted:
         raise BadInput(f"{before} generated tokens are given, and {wanted} is the limit of this generation")
-    end_tokens = () if request.ignore_eos else model.end_token_ids
+    # A checkpoint may name an end that its model cannot say.
+    end_tokens = () if request.ignore_eos else tuple(t for t in model.end_token_ids if t < model.vocab_size)
     return GenerationOptions(
         max_new_tokens=wanted - before,
         sampling=SamplingParams(

@@ -254,7 +254,9 @@ class Control:
         try:
             self._admit(event)
         except (Refused, DeadlineExpired) as error:
-            for generation in (event.generation, *(name for name, _ in event.siblings)):
+            for generation in dict.fromkeys((event.generation, *(name for name, _ in event.siblings))):
+                if generation in self._generations:
+                    continue  # it is the one that was asked for twice: it goes on
                 self._counters.refused += 1
                 self._out.append(
                     Deliver(

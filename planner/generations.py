@@ -141,6 +141,7 @@ def check_vocabulary(prompt: tuple[int, ...], options: GenerationOptions, vocab_
     """Raise `BadInput` if any token a caller named is not in the vocabulary (B9)."""
     s = options.sampling
     check_tokens("prompt token", prompt, vocab_size)
+    check_tokens("stop token", options.stop_token_ids, vocab_size)
     check_tokens("banned token", s.banned_tokens, vocab_size)
     check_tokens("biased token", tuple(t for t, _ in s.logit_bias), vocab_size)
     if s.allowed_tokens is not None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from microtome.planner.cells import CellPlan, CellTable
 from microtome.planner.config import PlannerConfig
+from microtome.planner.errors import BadConfig
 from microtome.planner.generations import Generation, Rank
 from microtome.planner.policies import POLICIES
 from microtome.planner.prefix import PrefixCache
@@ -102,6 +103,10 @@ class WorkerPlan:
         self.table = CellTable(capability.usable_cells, capability.max_sequences)
         self.prefix = PrefixCache(self.table) if config.prefix_cache else None
         self.slicer = CheapestPlanner(capability.table)
+        if not self.slicer.plan(1):  # what can run one token can run any number
+            raise BadConfig(f"worker {worker} has no method")
+        if capability.max_output_rows < 1:
+            raise BadConfig(f"worker {worker} has max_output_rows {capability.max_output_rows}, it needs 1 at least")
         target = self._target_tokens(config)
         if target is not None and config.max_prefill_tokens is None:
             # A chunk is to fit beside decodes that take half of the step: the scheduler never splits one.
@@ -287,7 +292,7 @@ class WorkerPlan:
         """Let the prefix cache hold what the resident has committed of its transcript."""
         if self.prefix is None:
             return
-        length = min(self.table.committed(resident.sequence), len(resident.session.transcript))
+        length = self._known(resident)
         if length > resident.inserted:
             session = resident.session
             cells = self.table.cells(resident.sequence, 0, length)
@@ -447,8 +452,10 @@ class WorkerPlan:
         if leader is None or self.residents.get(leader.session.id) is not leader or not self.has_sequence:
             return None
         upto = generation.generated_from - 1
-        if generation.delivered or upto < 1 or self.table.committed(leader.sequence) < upto:
+        if generation.delivered or upto < 1 or self._known(leader) < upto:
             return None
+        if leader.session.transcript[:upto] != generation.session.transcript[:upto]:
+            return None  # the leader was cancelled, and its session went on with something else
         if not self._fits(generation, 1):
             return None
         return self._clone(leader, generation.session, upto)
@@ -459,6 +466,19 @@ class WorkerPlan:
         r = Resident(twin, self.id, sequence, upto)
         r.inserted = min(source.inserted, upto)
         return r
+
+    def _known(self, resident: Resident) -> int:
+        """How many of its committed cells, from the first, hold its session's transcript as it is now.
+
+        Cells beyond may hold what was sampled and never delivered, while a generation that waits for them to be
+        settled has put its prompt in the same positions of the transcript.
+        """
+        session = resident.session
+        following = session.generation
+        length = len(session.transcript)
+        if following is not None and following is not resident.generation:
+            length = following.base + following.had_pending
+        return min(self.table.committed(resident.sequence), length)
 
     def _trim(self, resident: Resident, length: int) -> None:
         """Forget what the resident has from position `length` up. Nothing of it is under way."""
@@ -551,8 +571,9 @@ class WorkerPlan:
             if kept or self.in_flight:
                 break
             # Nothing fits and no step under way will free a cell: a more senior session's input was not handed out yet.
-            batch = self.scheduler.next_batch()
-        self.scheduler.put_back(later)
+            batch = self._within_output_rows(self.scheduler.next_batch())
+        # Of those that found no cell some may have given way to one that was handed out after them.
+        self.scheduler.put_back([one for one in later if self._stays(one.session)])
         return [one for one in batch if (one.session, one.start) in kept and self._stays(one.session)]
 
     def _stays(self, session: SessionId) -> bool:
