@@ -13,6 +13,7 @@ from torch import Tensor
 
 from microtome.cuda_runtime.artifact import is_artifact
 from microtome.cuda_runtime.checkpoint import find_checkpoint, fingerprint
+from microtome.cuda_runtime.device_holders import check_unheld
 from microtome.cuda_runtime.executor import Executor
 from microtome.cuda_runtime.kv_pool import KvPool, allocate_pool, size_pool
 from microtome.cuda_runtime.method import (
@@ -42,6 +43,8 @@ def build(options: RuntimeOptions) -> Executor:
     start_up = StartUp()
     checkpoint = find_checkpoint(options.model)
     device = chosen_device(options)
+    if device.type == "cuda" and not options.shared_device:
+        check_unheld(_device_uuid(device))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model = ready_model(options, checkpoint, device=device, dtype=chosen_dtype(options, device), start_up=start_up)
