@@ -159,6 +159,11 @@ class ServiceConfig:
             raise BadConfig(f"workers.gpus {self.workers.gpus:g} is above 0, and runtime.device cpu uses none")
         if self.workers.gpus == 0 and self.runtime.device != "cpu":
             raise BadConfig(f"workers.gpus 0 leaves runtime.device {self.runtime.device} without its 1 device")
+        if 0 < self.gpus_per_worker < 1 and not self.runtime.shared_device:
+            raise BadConfig(
+                f"workers.gpus {self.gpus_per_worker:g} is below 1: then workers share a device, which "
+                "runtime.shared_device has to allow"
+            )
         step_tokens = max(self.runtime.max_step_tokens, self.planner.max_batch_tokens or 0)
         plan_bytes = PLAN_BYTES_PER_TOKEN * step_tokens
         if plan_bytes > self.link.max_message_bytes:

@@ -142,7 +142,10 @@ def test_without_a_model_there_is_no_service(layers: tuple[Mapping[str, object],
 def test_a_worker_takes_one_device_when_the_device_is_cuda() -> None:
     assert read_config(MODEL).gpus_per_worker == 0
     assert read_config(MODEL, {"runtime.device": "cuda"}).gpus_per_worker == 1
-    assert read_config(MODEL, {"runtime.device": "cuda", "workers.gpus": 0.5}).gpus_per_worker == 0.5
+    shared = {"runtime.device": "cuda", "workers.gpus": 0.5, "runtime.shared_device": True}
+    assert read_config(MODEL, shared).gpus_per_worker == 0.5
+    with pytest.raises(BadConfig, match=r"workers\.gpus 0\.5 is below 1"):
+        read_config(MODEL, {"runtime.device": "cuda", "workers.gpus": 0.5})
 
 
 def test_a_config_cannot_be_changed_afterwards() -> None:
