@@ -124,6 +124,8 @@ def up(config: ServiceConfig, *, ray_address: str | None = None, join: bool = Fa
         _connect(ray_address, names.namespace)
     if config.service.port == 0:
         config = replace(config, service=replace(config.service, port=_free_port(config.service.host)))
+    if _find_driver(names) is None:
+        _remove_remains(names)
     try:
         driver = _start_driver(config, names)
     except ValueError as error:  # ActorAlreadyExistsError is one
@@ -181,6 +183,13 @@ def down(service: str, *, namespace: str = "", ray_address: str | None = None) -
     return Downed(service=service, actors=tuple(sorted(actors)), placement_groups=tuple(sorted(groups)), pids=pids)
 
 
+def _remove_remains(names: Names) -> None:
+    """What a service of this name left behind when its driver was lost for good: nobody else would end it."""
+    if _actors_of(names) or _groups_of(names):
+        ended = down(names.service, namespace=names.namespace)
+        log.warning("removed what an earlier %s left behind: %s", names.service, ", ".join(ended.actors) or "places")
+
+
 def is_up(service: str, *, namespace: str = "") -> bool:
     """Whether the service's driver is there, or being restarted, on the Ray this process is connected to.
 
@@ -198,14 +207,6 @@ def is_up(service: str, *, namespace: str = "") -> bool:
 def address_of(service: str, *, namespace: str = "", ray_address: str | None = None) -> str:
     """Where the service answers, "host:port", asked of Ray: for a Ray job. Raises `BadConfig` when it is not up."""
     return str(_get(_driver_of(service, namespace, ray_address).address.remote(), CALL_TIMEOUT_S))
-
-
-def drain(service: str, worker: str, *, namespace: str = "", ray_address: str | None = None) -> None:
-    """Take one worker out of service: its sessions move, then it ends; another starts if it is missed.
-
-    Returns once it has begun. Raises `BadConfig` when the service is not up, `UnknownId` when no such worker is ready.
-    """
-    _get(_driver_of(service, namespace, ray_address).drain.remote(WorkerId(worker)), CALL_TIMEOUT_S)
 
 
 def scale(service: str, least: int, most: int, *, namespace: str = "", ray_address: str | None = None) -> None:
@@ -320,7 +321,8 @@ def _start_local_ray(config: ServiceConfig) -> None:
     """A Ray of this process: on loopback, open (nobody else can reach it), ended with the process."""
     os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token file, and every later cluster wants it
     _keep_to_loopback()
-    wanted = 1 + config.workers.cpus * config.workers.count
+    # An update starts a worker before another ends: they share the machine for a while.
+    wanted = 1 + config.workers.cpus * (config.workers.scaling.max_workers + 1)
     try:
         with _sigterm_kept():
             ray.init(
@@ -495,7 +497,7 @@ class RayWorkers:
         try:
             group = await self._place(worker, order.waits)
             order.placed()
-            actor = await asyncio.to_thread(self._create, order, group)
+            actor = await _in_thread(self._create, order, group)
             endpoint: WorkerEndpoint = await asyncio.wait_for(actor.start.remote(), timeout_s)
         except TimeoutError as error:
             raise WorkerLost(f"{worker} was not ready within {timeout_s:g} s") from error
@@ -533,7 +535,11 @@ class RayWorkers:
             remove_placement_group(group)
 
     async def leaving(self) -> Mapping[WorkerId, float | None]:
-        return await asyncio.to_thread(self._leaving)
+        try:
+            return await asyncio.to_thread(self._leaving)
+        except RayError as error:  # the head is away for a moment: it is asked again
+            log.warning("Ray does not say which nodes drain: %s", _last_line(error))
+            return {}
 
     def _leaving(self) -> Mapping[WorkerId, float | None]:
         """Ray tells nobody and stops nothing: who is on a draining node has to look."""
@@ -553,7 +559,7 @@ class RayWorkers:
     async def _place(self, worker: WorkerId, waits: Callable[[str], None]) -> PlacementGroup:
         """Room for the worker on some node. Raises `WorkerLost`, saying per node what is missing."""
         timeout_s, demand = self._config.workers.place_timeout_s, self._demand()
-        group = await asyncio.to_thread(
+        group = await _in_thread(
             placement_group,
             [demand],
             strategy="STRICT_PACK",
@@ -627,9 +633,19 @@ class RayWorkers:
         task.add_done_callback(self._lives.discard)
 
 
+async def _in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Like `asyncio.to_thread`, but when cancelled it waits: what the call makes is there for `end` to find."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **named))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
+
+
 def missing_resources(demand: Mapping[str, float]) -> str:
     """Per node, which of the resources in `demand` it lacks."""
-    resources = ray_private.resources_per_node()
+    resources, draining = ray_private.resources_per_node(), ray_private.draining_nodes()
     lines: list[str] = []
     for node in ray.nodes():
         if not node["Alive"] or node["NodeID"] not in resources:
@@ -640,5 +656,7 @@ def missing_resources(demand: Mapping[str, float]) -> str:
             for name, amount in demand.items()
             if free.get(name, 0) < amount
         ]
+        if node["NodeID"] in draining:
+            lacks.append("it is draining")
         lines.append(f"node {node['NodeManagerAddress']}: {', '.join(lacks) or 'has room'}")
     return "; ".join(lines) or "the cluster has no nodes"

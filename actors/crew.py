@@ -118,6 +118,7 @@ class Crew:
         self._ready = asyncio.Event()
         self._failure: BatchingError | None = None
         self._stopping = False
+        self._most_ready = 0  # at once, so far
 
     # --- what others see ---
 
@@ -134,8 +135,8 @@ class Crew:
         return await asyncio.shield(self._first)
 
     async def wait_ready(self, count: int) -> None:
-        """Until so many workers are ready. Raises what the first failed try raised."""
-        while self.ready < count:
+        """Until so many workers have been ready at once. Raises what the first failed try raised."""
+        while self._most_ready < count:
             if self._failure is not None:
                 raise self._failure
             self._ready.clear()
@@ -164,6 +165,7 @@ class Crew:
         """Start it. What comes of it is posted."""
         if self._stopping:
             return
+        log.info("%s is started, with settings of revision %d", worker, revision)
         member = self._members[worker] = Member(worker, State.STARTING, self._now_us(), revision=revision)
         member.starting = self._spawn(self._begin(member))
 
@@ -216,8 +218,6 @@ class Crew:
         member = self._members.get(worker)
         if member is None or member.state not in (State.DRAINING, State.STARTING):
             return
-        if member.starting is not None:
-            member.starting.cancel()
         drained = member.state is State.DRAINING
         self._mark_lost(member, f"drained: {member.cause}" if drained else "it was not wanted any more")
         self._spawn(self._retire(member))
@@ -287,6 +287,7 @@ class Crew:
             self._first.set_result(capability)
         log.info("%s is ready: %s, pid %d", endpoint.worker, capability.device, endpoint.pid)
         self._post(replace(joined, revision=member.revision))
+        self._most_ready = max(self._most_ready, self.ready)
         self._ready.set()
 
     def _mark_lost(self, member: Member, cause: str) -> None:
@@ -294,6 +295,10 @@ class Crew:
 
     async def _retire(self, member: Member) -> None:
         """Close the link first: whatever the process still answers is dropped from then on."""
+        starting = member.starting
+        if starting is not None and starting is not asyncio.current_task():
+            starting.cancel()
+            await asyncio.wait([starting])  # what it was making is there to be ended then
         if member.client is not None:
             await member.client.close()
         await self._starter.end(member.worker)

@@ -163,7 +163,7 @@ class DriverHost:
             self._revisions.restore(kept)
             current = self._revisions.current
             self._crew.learn(current, self._revisions[current].runtime)
-            await self.front_end.prepare(current, self._text_loader(self._revisions[current]))
+            self.front_end.load(current, self._text_loader(self._revisions[current]))
             self.post(UpdateWorkers(at_us=self.now_us(), revision=current, tried=True))
 
     async def wait_ready(self) -> None:
@@ -356,6 +356,7 @@ class DriverHost:
                 self._keep(ended.revision)  # there was no worker to bring it
         else:
             log.error("the update to revision %d is taken back: %s", ended.revision, ended.error)
+            self.front_end.forget(ended.revision)
         waiting, self._update = self._update, None
         if waiting is not None and not waiting.done():
             if ended.error is None:

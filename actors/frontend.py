@@ -98,6 +98,14 @@ class FrontEnd(rpc.GenerationServicer):
             await asyncio.wrap_future(loading)
         self._texts[revision] = loading
 
+    def load(self, revision: int, load_text: Callable[[], ModelText] | None) -> None:
+        """Begin to load it: what needs it waits."""
+        self._texts[revision] = None if load_text is None else self._encoders.submit(load_text)
+
+    def forget(self, revision: int) -> None:
+        """`revision` brings nothing."""
+        self._texts.pop(revision, None)
+
     def learn(self, fingerprint: str, revision: int) -> None:
         """A worker of `revision` brings this model."""
         self._revisions[fingerprint] = max(revision, self._revisions.get(fingerprint, 0))

@@ -11,7 +11,6 @@ from microtome.actors.cluster import RaySettings, RayWorkers
 from microtome.actors.config import ServiceConfig
 from microtome.actors.driver import DriverHost
 from microtome.planner.errors import BadConfig
-from microtome.planner.types import WorkerId
 
 BROKEN = 70  # exit code of a driver whose loop broke: Ray starts it anew
 
@@ -58,10 +57,6 @@ class DriverActor:
 
     async def pid(self) -> int:
         return os.getpid()
-
-    async def drain(self, worker: WorkerId) -> None:
-        """Raises `UnknownId` when no such worker is ready."""
-        await self._host.drain(worker)
 
     async def scale(self, least: int, most: int) -> None:
         """Raises `BadConfig`."""
