@@ -99,6 +99,18 @@ def test_name_in_use_is_refused_or_joined(service_name: str) -> None:
         cluster.address_of(service_name)
 
 
+async def test_what_a_lost_driver_left_behind_is_removed_when_its_service_is_started_again(service_name: str) -> None:
+    async with stub_of(up(service_name, workers__count=2)) as stub:
+        pids = [worker.pid for worker in (await stub.Status(pb.StatusRequest())).workers]
+    ray.kill(ray.get_actor(service_name, namespace=service_name), no_restart=True)
+    assert all(runs(pid) for pid in pids)
+    async with stub_of(up(service_name)) as stub:
+        assert tokens_of(await collect(stub, request([7], max_new_tokens=6))) == undisturbed([7], 6)
+        (worker,) = (await stub.Status(pb.StatusRequest())).workers
+    assert worker.pid not in pids
+    assert not any(runs(pid) for pid in pids)
+
+
 def test_port_in_use_is_refused_and_leaves_nothing(service_name: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
