@@ -81,7 +81,7 @@ class WorkersSection:
 
     count: int = 1  # at start, within the two below
     min: int | None = None  # however little there is to do; None: `count`, or `max` if that is less
-    max: int | None = None  # however much there is to do; None: `count`, or `min` if that is more
+    max: int | None = None  # however much there is to do; None: `count`, or `min` if that is more; 1 at least
     target_wait_s: float = 2.0  # predicted wait for a first token above which more workers are wanted
     target_occupancy: float = 0.85  # share of all cells in use above which more workers are wanted
     settle_s: float = 30.0  # of a smaller load before a worker goes, and between two that go
