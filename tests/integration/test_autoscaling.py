@@ -32,7 +32,8 @@ def test_nodes_come_for_a_request_are_left_when_preempted_and_go_when_idle() -> 
     assert seen["backlog has brought a second worker and node"]["nodes"] == 3
     lacks = seen["third one says what it lacks"]["cause"]
     assert lacks.startswith("no node has room for it yet: node "), lacks
-    assert lacks.count("CPU needs 1, free 0 of 1") == 3, "it does not name every node"
+    assert lacks.count("CPU needs 1, free 0 of 1") >= 2, "it does not name every node"
+    assert lacks.count("node 127.0.0.1: ") == 3, "it does not name every node"
     assert seen["backlog is gone"]["right"]
     assert seen["backlog is gone"]["tokens"] > 0
     assert seen["idle node is gone"]["workers"] == 0

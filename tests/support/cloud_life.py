@@ -49,6 +49,11 @@ def drain_node(address: str, node: str) -> None:
     assert accepted, why
 
 
+def lacks_room(worker: pb.WorkerStatus) -> bool:
+    """It waits, and no node has come up for it in this very moment."""
+    return worker.state == "starting" and bool(worker.cause) and ": has room" not in worker.cause
+
+
 def say(what: str, since_s: float, **more: object) -> None:
     print(json.dumps({"what": what, "seconds": round(time.monotonic() - since_s, 2), **more}), flush=True)
 
@@ -61,7 +66,7 @@ async def live(address: str) -> None:
         workers__count=0,
         workers__min=0,
         workers__max=3,  # the cloud has nodes for two
-        workers__settle_s=0,
+        workers__settle_s=1,
         workers__idle_s=1,
     )
     endpoint = cluster.up(config, ray_address=address)
@@ -92,13 +97,13 @@ async def live(address: str) -> None:
         say("stream goes on elsewhere", begin, right=tokens == undisturbed([2], len(tokens)), tokens=len(tokens))
 
         begin = time.monotonic()
-        asked = [[n + 1] * 600 for n in range(12)]
+        asked = [[n + 1] * 600 for n in range(24)]
         calls = [(prompt, list[int](), stub.Generate(request(prompt, max_new_tokens=900))) for prompt in asked]
         reading_all = [asyncio.create_task(read_until_broken(call, tokens)) for _, tokens, call in calls]
         status = await status_when(stub, lambda s: sum(w.state == "ready" and w.sessions > 0 for w in s.workers) == 2)
         say("backlog has brought a second worker and node", begin, nodes=len(nodes()))
-        status = await status_when(stub, lambda s: any(w.state == "starting" and w.cause for w in s.workers))
-        pending = next(worker for worker in status.workers if worker.state == "starting")
+        status = await status_when(stub, lambda s: any(lacks_room(w) for w in s.workers))
+        pending = next(worker for worker in status.workers if lacks_room(worker))
         say("third one says what it lacks", begin, cause=pending.cause)
         for _, _, call in calls:
             call.cancel()
