@@ -270,7 +270,7 @@ def journal_with_coming_and_going(rounds: int) -> float:
     output, prompt = 128, 128
     rig, encoder = Rig(256, limit=output), Encoder()
     for number, generation in enumerate(rig.control._generations.values()):
-        generation.limit = output // 2 + number // 4  # their ends are spread over steps to come
+        generation.limit = generation.delivered + 4 + number // 2  # as if they had begun one after the other
     gc.collect()
     gc.freeze()
     planned = written = 0.0
