@@ -135,15 +135,15 @@ class Executor:
         if plan.table_digest != self._capability.table.digest:
             raise StalePlan(f"method table {plan.table_digest} is not {self._capability.table.digest}")
         changed = self._sequences.check(plan.ops)
-        flags = np.asarray(plan.flags, dtype=np.int64)
+        flags = _column("flags", plan.flags)
         step = CheckedStep(
-            sequences=np.asarray(plan.sequences, dtype=np.int64),
-            starts=np.asarray(plan.starts, dtype=np.int64),
-            widths=np.asarray(plan.widths, dtype=np.int64),
+            sequences=_column("sequences", plan.sequences),
+            starts=_column("starts", plan.starts),
+            widths=_column("widths", plan.widths),
             feedback=(flags & InputFlag.FEEDBACK) != 0,
             wants_output=(flags & InputFlag.WANTS_OUTPUT) != 0,
-            cells=np.asarray(plan.cells, dtype=np.int64),
-            tokens=np.asarray(plan.tokens, dtype=np.int64),
+            cells=_column("cells", plan.cells),
+            tokens=_column("tokens", plan.tokens),
         )
         inputs = len(step.sequences)
         if not inputs == len(step.starts) == len(step.widths) == len(flags):
@@ -205,6 +205,8 @@ class Executor:
             if len(values) and not (values.min() >= 0 and values.max() < limit):
                 wrong = values[(values < 0) | (values >= limit)][0]
                 raise StalePlan(f"{name} {wrong} is outside [0, {limit})")
+        if len(np.unique(step.cells)) < width:
+            raise StalePlan("a cell is written twice in one step")
 
     def _check_slices(self, plan: StepPlan, total: int) -> None:
         if not len(plan.slice_offsets) == len(plan.slice_lengths) == len(plan.slice_methods):
@@ -328,3 +330,10 @@ class Executor:
     def _sampled_row(self, sequence: int, state: SequenceState, position: int) -> SampledRow:
         assert state.sampling is not None  # checked before anything was touched
         return SampledRow(state.sampling, position, lambda: self._cell_tokens[self._rows.cells(sequence, position)])
+
+
+def _column(name: str, values: Sequence[int]) -> Int64Array:
+    try:
+        return np.asarray(values, dtype=np.int64)
+    except OverflowError:
+        raise StalePlan(f"one of the plan's {name} does not fit 64 bits") from None

@@ -23,6 +23,8 @@ from microtome.planner.types import SamplingParams
 
 Int64Array = NDArray[np.int64]
 
+_LARGEST = 1e30  # of a bias or a penalty: far beyond any logit, far below float32's largest
+
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
@@ -53,7 +55,8 @@ def edited(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
         policy, base = rows[row].policy, row * vocabulary
         if policy.repetition_penalty != 1.0:
             tokens = np.unique(rows[row].history())
-            penalties.add(base + tokens, np.full(len(tokens), policy.repetition_penalty))
+            factor = max(policy.repetition_penalty, 1 / _LARGEST)
+            penalties.add(base + tokens, np.full(len(tokens), factor))
         if policy.presence_penalty or policy.frequency_penalty:
             tokens, counts = np.unique(rows[row].history()[policy.prompt_tokens :], return_counts=True)
             additions.add(base + tokens, -policy.presence_penalty - policy.frequency_penalty * counts)
@@ -90,7 +93,8 @@ class _Gathered:
 
     def add(self, indices: Int64Array, values: NDArray[np.floating[Any]]) -> None:
         self._indices.append(indices)
-        self._values.append(values.astype(np.float32))
+        # An infinity would make a NaN of the row's probabilities; numbers this large decide alone as well.
+        self._values.append(np.clip(values, -_LARGEST, _LARGEST).astype(np.float32))
 
     def arrays(self) -> tuple[Int64Array, NDArray[np.float32]]:
         return np.concatenate(self._indices), np.concatenate(self._values)

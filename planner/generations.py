@@ -15,6 +15,7 @@ Rank = tuple[int, int]  # smaller is more senior: (submission - priority * agein
 
 MAX_PRIORITY = 1000  # either way: what a rank can weigh
 SEEDS = 2**64
+MAX_COUNT = 2**32 - 1  # of tokens that a caller may name
 
 
 class State(Enum):
@@ -104,13 +105,16 @@ def check_options(options: GenerationOptions) -> None:
     """Raise `BadInput` if the caller's numbers can never work, whatever the worker (J5, B6)."""
     if options.max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {options.max_new_tokens} is below 1")
+    if options.max_new_tokens > MAX_COUNT:
+        raise BadInput(f"max_new_tokens {options.max_new_tokens} is above {MAX_COUNT}")
     if not -MAX_PRIORITY <= options.priority <= MAX_PRIORITY:
         raise BadInput(f"priority {options.priority} is not in {-MAX_PRIORITY} to {MAX_PRIORITY}")
     s = options.sampling
     if not 0 <= s.temperature < math.inf:
         raise BadInput(f"temperature {s.temperature:g} is not 0 or more")
-    if s.top_k < 0:
-        raise BadInput(f"top_k {s.top_k} is below 0")
+    for name, count in (("top_k", s.top_k), ("min_new_tokens", s.min_new_tokens), ("logprobs", s.logprobs)):
+        if not 0 <= count <= MAX_COUNT:
+            raise BadInput(f"{name} {count} is not in 0 to {MAX_COUNT}")
     if not 0 < s.top_p <= 1:
         raise BadInput(f"top_p {s.top_p:g} is not above 0 and at most 1")
     if not 0 <= s.min_p <= 1:
@@ -122,10 +126,6 @@ def check_options(options: GenerationOptions) -> None:
     for name, penalty in (("presence", s.presence_penalty), ("frequency", s.frequency_penalty)):
         if not math.isfinite(penalty):
             raise BadInput(f"{name}_penalty {penalty:g} is not a finite number")
-    if s.min_new_tokens < 0:
-        raise BadInput(f"min_new_tokens {s.min_new_tokens} is below 0")
-    if s.logprobs < 0:
-        raise BadInput(f"logprobs {s.logprobs} is below 0")
     if any(not math.isfinite(bias) for _, bias in s.logit_bias):
         raise BadInput("a logit bias is not a finite number")
 

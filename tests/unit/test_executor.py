@@ -287,6 +287,9 @@ def stale_plans(driver: StepDriver) -> dict[str, StepPlan]:
         "a cell too few": replace(good, cells=good.cells[:-1]),
         "the scratch cell": replace(good, cells=[*good.cells[:-1], 2048]),
         "a negative cell": replace(good, cells=[*good.cells[:-1], -1]),
+        "a cell twice": replace(good, cells=[*good.cells[:-1], good.cells[0]]),
+        "a cell beyond 64 bits": replace(good, cells=[*good.cells[:-1], 2**64]),
+        "a sequence beyond 64 bits": replace(good, sequences=[0, 2**64]),
         "a token too many": replace(good, tokens=[*good.tokens, 3]),
         "a token outside the vocabulary": replace(good, tokens=[7, 8, VOCABULARY]),
         "slices that leave a gap": replace(good, slice_offsets=[1]),
@@ -339,3 +342,25 @@ def test_logits_with_a_nan_fail_the_step_and_every_later_one(toy: Path) -> None:
         driver.step(Work(sequence))
     with pytest.raises(StepError, match="earlier step failed"):
         driver.step(Work(sequence))
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float8_e4m3"])
+def test_narrower_cells_hold_the_same_text_more_roughly(
+    toy: Path, prompts: list[list[int]], expected: list[list[int]], kv_dtype: str
+) -> None:
+    """Cells are rounded, so tokens may part after a while; a bound on the log-probability of the library's first."""
+    exact, rough = (StepDriver(build(toy, kv_dtype=name)) for name in ("float32", kv_dtype))
+    assert rough.executor.pool.k[0].dtype.itemsize < exact.executor.pool.k[0].dtype.itemsize  # type: ignore[attr-defined]
+    policy = SamplingParams(logprobs=1)
+    for prompt, tokens in zip(prompts[4:], expected[4:], strict=True):
+        found = []
+        for driver in (exact, rough):
+            sequence = driver.open(policy)
+            driver.step(Work(sequence, prompt[:-1], wants_output=False))
+            driver.step(Work(sequence, prompt[-1:]))
+            assert driver.last is not None
+            found.append(driver.last.logprobs[0])
+        assert found[0] is not None
+        assert found[1] is not None
+        assert found[0].top[0][0] == tokens[0]
+        assert abs(found[0].logprob - found[1].logprob) < (0.5 if kv_dtype == "float8_e4m3" else 0.05)

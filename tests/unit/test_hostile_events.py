@@ -108,3 +108,19 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(token: int) -> None:
     name = cluster.submit(PROMPT, 4, stop_token_ids=(token,), sampling=SamplingParams(min_new_tokens=2))
     assert isinstance(cluster.error(name), BadInput)
     assert f"stop token {token}" in str(cluster.error(name))
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"max_new_tokens": 10**400}, "max_new_tokens"),
+        ({"sampling": SamplingParams(top_k=2**32)}, "top_k"),
+        ({"sampling": SamplingParams(min_new_tokens=2**32)}, "min_new_tokens"),
+        ({"sampling": SamplingParams(logprobs=2**32)}, "logprobs"),
+    ],
+)
+def test_a_count_beyond_32_bits_is_refused_with_no_worker_there(options: dict[str, object], cause: str) -> None:
+    cluster = SmallCluster(workers=0)
+    name = cluster.submit(PROMPT, **options)  # type: ignore[arg-type]
+    assert isinstance(cluster.error(name), BadInput)
+    assert cause in str(cluster.error(name))

@@ -206,3 +206,19 @@ def test_logprobs_are_the_models_own_whatever_the_policy() -> None:
         assert [token for token, _ in answer.top] == best.indices.tolist()
         assert [value for _, value in answer.top] == pytest.approx(best.values.tolist(), abs=1e-12)
     assert sampled.tokens[1] != banned == sampled.logprobs[1].top[0][0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SamplingParams(logit_bias=((7, 1e300),)),
+        SamplingParams(repetition_penalty=1e-300),
+        SamplingParams(frequency_penalty=-1e300),
+    ],
+)
+def test_a_number_that_float32_cannot_hold_still_decides(policy: SamplingParams, temperature: float) -> None:
+    logits_RV = random_logits(1, 5)
+    logits_RV[0, 7] = 0.5
+    row = SampledRow(replace(policy, temperature=temperature), 3, lambda: np.array([7, 7, 7]))
+    assert sampler.sample(logits_RV, [row]).tokens == [7]
