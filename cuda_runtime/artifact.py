@@ -51,7 +51,8 @@ class Manifest:
     vocab_size: int
     context_length: int
     session_tokens: int  # the longest session it is good for
-    dtype: str
+    dtype: str  # of weights and activations, as torch names it
+    kv_dtype: str  # of cells
     attention: str  # the realisation whose operator the programs call
     layers: tuple[LayerGeometry, ...]
     max_step_tokens: int  # of the prefill program
@@ -116,6 +117,7 @@ def write(
     fingerprint: str,
     device: torch.device,
     dtype: str,
+    kv_dtype: str,
     attention: str,
     layers: tuple[LayerGeometry, ...],
     max_step_tokens: int,
@@ -145,6 +147,7 @@ def write(
             context_length=checkpoint.context_length,
             session_tokens=session_tokens,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             attention=attention,
             layers=layers,
             max_step_tokens=max_step_tokens,

@@ -27,7 +27,7 @@ from microtome.cuda_runtime.method import (
 )
 from microtome.cuda_runtime.options import RuntimeOptions
 from microtome.cuda_runtime.program import Forward
-from microtome.cuda_runtime.ready_model import ReadyModel, make_artifact, ready_model
+from microtome.cuda_runtime.ready_model import ReadyModel, make_artifact, ready_model, target_of
 from microtome.cuda_runtime.rows import RowTable
 from microtome.cuda_runtime.start_up import StartUp
 from microtome.planner.errors import BadConfig
@@ -42,22 +42,23 @@ def build(options: RuntimeOptions) -> Executor:
     """An executor over an empty pool. Raises `BadConfig` for what cannot work. Takes seconds to minutes."""
     start_up = StartUp()
     checkpoint = find_checkpoint(options.model)
-    device = chosen_device(options)
+    target = target_of(options)
+    device = target.device
     if device.type == "cuda" and not options.shared_device:
         check_unheld(_device_uuid(device))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model = ready_model(options, checkpoint, device=device, dtype=chosen_dtype(options, device), start_up=start_up)
+    model = ready_model(options, checkpoint, target, start_up)
     with start_up.stage("pool"):
         size = size_pool(
             model.layers,
             device=device,
-            dtype=model.dtype,
+            dtype=model.kv_dtype,
             kv_tokens=options.kv_tokens,
             memory_fraction=options.memory_fraction,
             at_least=max(options.widths[-1], options.max_step_tokens),
         )
-        pool = allocate_pool(model.layers, size.usable_cells, device=device, dtype=model.dtype)
+        pool = allocate_pool(model.layers, size.usable_cells, device=device, dtype=model.kv_dtype)
         _log.info("room for %d tokens: %s", size.usable_cells, size.reason)
         max_session_tokens = min(
             options.max_session_tokens or checkpoint.context_length, checkpoint.context_length, pool.usable_cells
@@ -156,26 +157,11 @@ def export(options: RuntimeOptions, path: Path) -> StartUp:
     checkpoint = find_checkpoint(options.model)
     if is_artifact(checkpoint.path):
         raise BadConfig(f"model {checkpoint.path} is an artifact already")
-    device = chosen_device(options)
+    target = target_of(options)
     with start_up.stage("fingerprint"):
         content = fingerprint(checkpoint)
-    make_artifact(path, options, checkpoint, content, device, chosen_dtype(options, device), start_up)
+    make_artifact(path, options, checkpoint, content, target, start_up)
     return start_up
-
-
-def chosen_device(options: RuntimeOptions) -> torch.device:
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadConfig(f"device {options.device!r}: this torch ({torch.__version__}) finds no CUDA device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadConfig(f"device {options.device!r}: there are {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def chosen_dtype(options: RuntimeOptions, device: torch.device) -> torch.dtype:
-    if options.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[options.dtype]
 
 
 def _device_name(device: torch.device) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from microtome.planner.errors import BadConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "float8_e4m3")
 METHODS = ("auto", "compiled", "eager")
 
 
@@ -15,7 +16,8 @@ class RuntimeOptions:
 
     model: str  # a local Hugging Face directory or a .gguf file
     device: str = "cpu"  # "cpu", "cuda" or "cuda:0": a worker sees one device
-    dtype: str = "auto"  # of weights, activations and cells; auto: float32 on a CPU, bfloat16 on CUDA
+    dtype: str = "auto"  # of weights and activations; auto: float32 on a CPU, bfloat16 on CUDA
+    kv_dtype: str = "auto"  # of cells; float8_e4m3 too, which takes less room and rounds more; auto: as dtype
     kv_tokens: int | None = None  # cells of the pool; None: from free memory
     memory_fraction: float = 0.9  # of the memory free after loading, for the pool
     max_step_tokens: int = 512  # the dynamic method's widest forward
@@ -33,6 +35,8 @@ class RuntimeOptions:
             raise BadConfig(f"device {self.device!r} is none of cpu, cuda, cuda:N")
         if self.dtype not in DTYPES:
             raise BadConfig(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise BadConfig(f"kv_dtype {self.kv_dtype!r} is none of {', '.join(KV_DTYPES)}")
         if self.methods not in METHODS:
             raise BadConfig(f"methods {self.methods!r} is none of {', '.join(METHODS)}")
         for name in ("kv_tokens", "max_session_tokens", "threads"):

@@ -59,6 +59,7 @@ class ProgramRequest:
     model: str  # a checkpoint's path: its configuration is read, its weights are not
     device: str
     dtype: str
+    kv_dtype: str  # of cells, as torch names it
     attention: str
     layers: tuple[tuple[int, int, int], ...]  # kv_heads, head_size, window
     max_step_tokens: int
@@ -86,17 +87,18 @@ def compile_programs(request: ProgramRequest, folder: Path) -> None:
         raise BadConfig(failures[0])
 
 
-def export(model: CellModel, name: str, *, layers: Sequence[LayerGeometry], max_step_tokens: int) -> ExportedProgram:
+def export(
+    model: CellModel, name: str, *, layers: Sequence[LayerGeometry], kv_dtype: torch.dtype, max_step_tokens: int
+) -> ExportedProgram:
     """The program `name` of `model`, whose weights may be unset."""
-    parameter = next(model.parameters())
-    device, dtype = parameter.device, parameter.dtype
+    device = next(model.parameters()).device
     tokens, outputs = (1, 1) if name == DECODE else (_EXAMPLE_TOKENS, _EXAMPLE_OUTPUTS)
 
     def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def pool(layer: LayerGeometry) -> Tensor:
-        return torch.zeros(_EXAMPLE_CELLS, layer.kv_heads, layer.head_size, dtype=dtype, device=device)
+        return torch.zeros(_EXAMPLE_CELLS, layer.kv_heads, layer.head_size, dtype=kv_dtype, device=device)
 
     arguments = (
         integers(1, tokens),
@@ -188,7 +190,9 @@ def main(described: str, name: str, path: str) -> None:
     request = ProgramRequest(**fields)
     layers = [LayerGeometry(*layer) for layer in request.layers]
     model = build_skeleton(find_checkpoint(request.model), request)
-    compile_exported(export(model, name, layers=layers, max_step_tokens=request.max_step_tokens), Path(path))
+    kv_dtype = getattr(torch, request.kv_dtype)
+    exported = export(model, name, layers=layers, kv_dtype=kv_dtype, max_step_tokens=request.max_step_tokens)
+    compile_exported(exported, Path(path))
 
 
 if __name__ == "__main__":

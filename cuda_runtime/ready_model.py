@@ -47,29 +47,54 @@ class ReadyModel:
     layers: tuple[LayerGeometry, ...]
     name: str  # of the model, as users know it
     fingerprint: str
+    kv_dtype: torch.dtype  # of the cells it wants
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a model is to run, and in which numbers."""
+
+    device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
 
 
-def ready_model(
-    options: RuntimeOptions, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, start_up: StartUp
-) -> ReadyModel:
+def target_of(options: RuntimeOptions) -> Target:
+    """What the options come to on this machine. Raises `BadConfig` where it does not have it."""
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadConfig(f"device {options.device!r}: this torch ({torch.__version__}) finds no CUDA device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadConfig(f"device {options.device!r}: there are {torch.cuda.device_count()} CUDA devices")
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    if options.dtype != "auto":
+        dtype = options.dtype
+    kv_dtype = dtype if options.kv_dtype == "auto" else options.kv_dtype
+    if kv_dtype == "float8_e4m3":
+        kv_dtype = "float8_e4m3fn"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise BadConfig(f"kv_dtype float8_e4m3: {torch.cuda.get_device_name(device)} has no such numbers")
+    return Target(device, getattr(torch, dtype), getattr(torch, kv_dtype))
+
+
+def ready_model(options: RuntimeOptions, checkpoint: Checkpoint, target: Target, start_up: StartUp) -> ReadyModel:
     """The model as the options want it. Raises `BadConfig`."""
     if artifact.is_artifact(checkpoint.path):
-        return _from_artifact(checkpoint.path, options, device, start_up)
+        return _from_artifact(checkpoint.path, options, target.device, start_up)
     content = ""
     if options.methods != "eager":
         with start_up.stage("fingerprint"):
             content = fingerprint(checkpoint)
-        path = cache_path(options, checkpoint, content, device, dtype)
+        path = cache_path(options, checkpoint, content, target)
         # A CPU's compiler takes minutes: worth it for those who asked. On CUDA there is no other way that is quick.
-        if artifact.is_artifact(path) or options.methods == "compiled" or device.type == "cuda":
-            _make_if_absent(path, options, checkpoint, content, device, dtype, start_up)
-            return _from_artifact(path, options, device, start_up)
+        if artifact.is_artifact(path) or options.methods == "compiled" or target.device.type == "cuda":
+            _make_if_absent(path, options, checkpoint, content, target, start_up)
+            return _from_artifact(path, options, target.device, start_up)
         _log.info(
             "methods are eager: compiled ones are quicker, once `serve` or runtime.methods=compiled has made them"
         )
     with start_up.stage("load"):
-        model, layers = _load(options, checkpoint, device, dtype)
+        model, layers = _load(options, checkpoint, target)
     return ReadyModel(
         decode=model,
         prefill=model,
@@ -77,16 +102,14 @@ def ready_model(
         layers=layers,
         name=checkpoint.name,
         fingerprint=content or fingerprint(checkpoint),
-        dtype=dtype,
+        kv_dtype=target.kv_dtype,
     )
 
 
-def cache_path(
-    options: RuntimeOptions, checkpoint: Checkpoint, content: str, device: torch.device, dtype: torch.dtype
-) -> Path:
+def cache_path(options: RuntimeOptions, checkpoint: Checkpoint, content: str, target: Target) -> Path:
     """Where the artifact for these options is kept, or would be."""
     folder = Path(options.artifact_folder) if options.artifact_folder else user_cache_path("microtome") / "artifacts"
-    return folder / _key(options, checkpoint, content, device, dtype)
+    return folder / _key(options, checkpoint, content, target)
 
 
 def _make_if_absent(
@@ -94,15 +117,14 @@ def _make_if_absent(
     options: RuntimeOptions,
     checkpoint: Checkpoint,
     content: str,
-    device: torch.device,
-    dtype: torch.dtype,
+    target: Target,
     start_up: StartUp,
 ) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             if not artifact.is_artifact(path):
-                make_artifact(path, options, checkpoint, content, device, dtype, start_up)
+                make_artifact(path, options, checkpoint, content, target, start_up)
     except OSError as error:
         raise BadConfig(f"artifact_folder {path.parent}: {error.strerror or error}") from error
 
@@ -112,19 +134,19 @@ def make_artifact(
     options: RuntimeOptions,
     checkpoint: Checkpoint,
     content: str,
-    device: torch.device,
-    dtype: torch.dtype,
+    target: Target,
     start_up: StartUp,
 ) -> None:
     """Export and compile the checkpoint into an artifact at `path`. Raises `BadConfig`."""
     with start_up.stage("load"):
-        model, layers = _load(options, checkpoint, device, dtype)
+        model, layers = _load(options, checkpoint, target)
     session_tokens = _session_tokens(options, checkpoint)
     request = ProgramRequest(
         model=str(checkpoint.path),
-        device=str(device),
-        dtype=_name(dtype),
-        attention=default_attention(device),
+        device=str(target.device),
+        dtype=_name(target.dtype),
+        kv_dtype=_name(target.kv_dtype),
+        attention=default_attention(target.device),
         layers=tuple((layer.kv_heads, layer.head_size, layer.window) for layer in layers),
         max_step_tokens=max(2, options.max_step_tokens, options.widths[-1]),
         session_tokens=session_tokens,
@@ -139,8 +161,9 @@ def make_artifact(
             path,
             checkpoint=checkpoint,
             fingerprint=content,
-            device=device,
+            device=target.device,
             dtype=request.dtype,
+            kv_dtype=request.kv_dtype,
             attention=request.attention,
             layers=layers,
             max_step_tokens=request.max_step_tokens,
@@ -156,6 +179,8 @@ def _from_artifact(path: Path, options: RuntimeOptions, device: torch.device, st
         manifest = artifact.read(path, device)
         if options.dtype not in ("auto", manifest.dtype):
             raise BadConfig(f"artifact {path}: it is of dtype {manifest.dtype}, not {options.dtype}")
+        if options.kv_dtype != "auto" and not manifest.kv_dtype.startswith(options.kv_dtype):
+            raise BadConfig(f"artifact {path}: its cells are of dtype {manifest.kv_dtype}, not {options.kv_dtype}")
         widest = max(options.max_step_tokens, options.widths[-1])
         if widest > manifest.max_step_tokens:
             raise BadConfig(f"artifact {path}: it takes steps of {manifest.max_step_tokens} tokens, not of {widest}")
@@ -176,38 +201,37 @@ def _from_artifact(path: Path, options: RuntimeOptions, device: torch.device, st
             layers=manifest.layers,
             name=manifest.model,
             fingerprint=manifest.fingerprint,
-            dtype=getattr(torch, manifest.dtype),
+            kv_dtype=getattr(torch, manifest.kv_dtype),
         )
 
 
 def _load(
-    options: RuntimeOptions, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    options: RuntimeOptions, checkpoint: Checkpoint, target: Target
 ) -> tuple[CellModel, tuple[LayerGeometry, ...]]:
     session_tokens = _session_tokens(options, checkpoint)
-    causal_lm = load_model(checkpoint, device=device, dtype=dtype, session_tokens=session_tokens)
-    layers = read_geometry(causal_lm, device)
+    causal_lm = load_model(checkpoint, device=target.device, dtype=target.dtype, session_tokens=session_tokens)
+    layers = read_geometry(causal_lm, target.device)
     pack_linears(causal_lm)
-    return CellModel(causal_lm, get_attention(default_attention(device))), layers
+    return CellModel(causal_lm, get_attention(default_attention(target.device))), layers
 
 
 def _session_tokens(options: RuntimeOptions, checkpoint: Checkpoint) -> int:
     return min(options.max_session_tokens or checkpoint.context_length, checkpoint.context_length)
 
 
-def _key(
-    options: RuntimeOptions, checkpoint: Checkpoint, content: str, device: torch.device, dtype: torch.dtype
-) -> str:
+def _key(options: RuntimeOptions, checkpoint: Checkpoint, content: str, target: Target) -> str:
     text = hashlib.sha256()
     here = Path(__file__).parent
     for name in _SHAPED_BY:
         text.update((here / name).read_bytes())
     for part in (
         content,
-        artifact.machine_kind(device),
+        artifact.machine_kind(target.device),
         torch.__version__,
         transformers.__version__,
-        _name(dtype),
-        default_attention(device),
+        _name(target.dtype),
+        _name(target.kv_dtype),
+        default_attention(target.device),
         max(options.max_step_tokens, options.widths[-1]),
         _session_tokens(options, checkpoint),
     ):

@@ -48,6 +48,7 @@ def _facts(manifest: "Manifest") -> RenderableType:
         "torch",
         "machine",
         "dtype",
+        "kv_dtype",
         "attention",
         "vocab_size",
         "context_length",

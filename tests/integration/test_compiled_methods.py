@@ -1,6 +1,8 @@
 """Compiled programs on a toy model: the same tokens as the library's code, made once, kept, and checked when read."""
 
+import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +10,9 @@ from random import Random
 
 import pytest
 import torch
+from rich.console import Console
 
+from microtome.artifact_view import artifact_view
 from microtome.cuda_runtime import artifact, build, ready_model
 from microtome.cuda_runtime.checkpoint import end_token_ids, find_checkpoint, load_tokenizer
 from microtome.cuda_runtime.executor import Executor, build_executor
@@ -142,6 +146,16 @@ def test_weights_are_held_once_for_all_methods(
     storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in decode.values()}
     parameters = sum(weight.nbytes for weight in decode.values())
     assert sum(storages.values()) <= parameters + 64 * len(decode) + (4 << 20)  # one arena, on whole large pages
+
+
+def test_inspect_shows_geometry_files_and_what_each_method_costs(made: Path) -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(artifact_view(made, threads=1))
+    shown = console.export_text()
+    for words in ("2 x 2 key/value heads x 16, no window", "decode.pt2", "weights.safetensors", "max_step_tokens  64"):
+        assert words in shown
+    assert re.search(r"forward_1 +1 +\d+", shown)
+    assert re.search(r"forward_others +2 to 64 +[\d,]+ \+ \d+\.\d a token", shown)
 
 
 def altered(found: Path) -> None:

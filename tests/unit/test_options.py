@@ -12,6 +12,8 @@ from microtome.planner.errors import BadConfig
         ({"device": "tpu"}, "device 'tpu' is none of cpu, cuda, cuda:N"),
         ({"device": "cuda:x"}, "device 'cuda:x'"),
         ({"dtype": "int4"}, "dtype 'int4' is none of auto"),
+        ({"kv_dtype": "int8"}, "kv_dtype 'int8' is none of auto"),
+        ({"methods": "fast"}, "methods 'fast' is none of auto, compiled, eager"),
         ({"kv_tokens": 0}, "kv_tokens 0 is below 1"),
         ({"kv_tokens": 511}, "kv_tokens 511 is below the widest step 512"),
         ({"kv_tokens": 63, "widths": (64,), "max_step_tokens": 8}, "kv_tokens 63 is below the widest step 64"),
