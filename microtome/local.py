@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,12 +80,14 @@ def running(config: "ServiceConfig", ray_address: str | None = None) -> "Iterato
         _check_model_is_here(config)
     cluster, ray = server_part("actors.cluster"), importlib.import_module("ray")
     service = config.service
+    # A signal to the whole process group (`timeout`, systemd) ends our own Ray beside us, and all that ran on it.
+    gone = suppress(ray.exceptions.RayError) if ray_address is None and not ray.is_initialized() else nullcontext()
     with _sigterm_leaves(), _disconnected_after(ray):
         endpoint: Endpoint = cluster.up(config, ray_address=ray_address)
         try:
             yield endpoint
         finally:
-            with _one_signal_ignored():
+            with _one_signal_ignored(), gone:
                 cluster.down(service.name, namespace=service.ray_namespace)
 
 
