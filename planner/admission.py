@@ -18,6 +18,7 @@ from microtome.planner.generations import Generation, Rank, State
 
 _New = tuple[float, int, Generation]  # (tag, arrival, generation)
 _Returning = tuple[Rank, Generation]
+_IN_LINE = (State.WAITING, State.RETURNING)
 
 
 class WaitingLine:
@@ -27,6 +28,7 @@ class WaitingLine:
         self._weights = weights
         self._levels: dict[int, list[_New]] = {}
         self._returning: list[_Returning] = []
+        self._aside: list[tuple[_New | None, Generation]] = []  # no worker can hold them; with their places if new
         self._virtual = 0.0  # tag of the generation taken last
         self._asked: dict[str, float] = {}  # tenant → its newest tag
         self._arrivals = 0
@@ -110,6 +112,28 @@ class WaitingLine:
             self._virtual = max(self._virtual, tag)
         self.leave(generation)
 
+    def set_aside(self, generation: Generation) -> None:
+        """`generation`, which `next` returned, can start nowhere until `recall`: it waits on and holds nobody up."""
+        if generation.state is State.RETURNING:
+            heapq.heappop(self._returning)
+            place = None
+        else:
+            place = heapq.heappop(self._levels[generation.options.priority])
+        if len(self._aside) > 64 + 2 * len(self):
+            self._aside = [entry for entry in self._aside if entry[1].state in _IN_LINE]
+        self._aside.append((place, generation))
+
+    def recall(self) -> None:
+        """Those set aside stand in line again, where they stood."""
+        for place, generation in self._aside:
+            if generation.state not in _IN_LINE:
+                continue
+            if place is None:
+                heapq.heappush(self._returning, (generation.rank, generation))
+            else:
+                heapq.heappush(self._levels.setdefault(generation.options.priority, []), place)
+        self._aside.clear()
+
     def leave(self, generation: Generation) -> None:
         """`generation` waits no more. The caller changes its state: that makes its entry void."""
         if generation.state is State.RETURNING:
@@ -127,7 +151,7 @@ class WaitingLine:
             self._asked[tenant] -= unused / self._weights.get(tenant, 1)
 
     def in_order(self) -> Iterator[Generation]:
-        """All in line, roughly in the order of starting: returning ones by rank, then each priority's by tag."""
+        """All in line, roughly as they start: returning ones by rank, each priority's by tag, those set aside."""
         for _, generation in sorted(self._returning, key=lambda entry: entry[0]):
             if generation.state is State.RETURNING:
                 yield generation
@@ -135,3 +159,4 @@ class WaitingLine:
             for _, _, generation in sorted(self._levels[priority], key=lambda entry: entry[:2]):
                 if generation.state is State.WAITING:
                     yield generation
+        yield from (generation for _, generation in self._aside if generation.state in _IN_LINE)

@@ -69,7 +69,7 @@ from microtome.planner.fleet import Fleet
 from microtome.planner.forecast import step_us, ttft_us
 from microtome.planner.generations import Generation, Rank, State, check_options, check_vocabulary
 from microtome.planner.notes import Note, encode_note
-from microtome.planner.placement import by_preference
+from microtome.planner.placement import by_preference, can_hold
 from microtome.planner.resident import Resident
 from microtome.planner.restore import Found, read_snapshot
 from microtome.planner.scaling import Load
@@ -236,7 +236,7 @@ class Control:
     def _reason(self, g: Generation, before: Sequence[Generation]) -> Waiting:
         if g.state is State.SETTLING:
             return Waiting.SHARED_PROMPT if g.leader else Waiting.OWN_SESSION
-        staying = self._takers(g.session.model)
+        staying = [w for w in self._takers(g.session.model) if can_hold(w, g)]
         if not staying:
             return Waiting.NO_WORKER
         later = [other for other in before if other.rank[1] > g.rank[1]]  # those that came after it
@@ -601,6 +601,7 @@ class Control:
         self._workers[w.id] = w
         self._changed[w.id] = w
         self._restore(w, event.held)
+        served.line.recall()
         for g in [g for g in self._generations.values() if not g.checked and g.session.model is served]:
             self._check_again(g)
         for other in self._workers.values():
@@ -708,6 +709,7 @@ class Control:
         w.drain_until_us = latest if deadline_us is None else min(latest, deadline_us)
         if not w.draining:
             w.draining = True
+            w.served.line.recall()  # others that drain may be who takes them now
             self._move_away(w)
 
     def _end_drains(self) -> None:
@@ -934,6 +936,13 @@ class Control:
     def _start_waiting(self, served: Served) -> None:
         takers = self._takers(served)
         while (g := served.line.next()) is not None:
+            if takers and not any(can_hold(w, g) for w in takers):
+                served.line.set_aside(g)  # for a roomier worker, as there was when it was admitted
+                continue
+            home = self._worker_of(g.session.resident)
+            if home is not None and g.session.resident is not None and not can_hold(home, g):
+                home.leave(g.session.resident)
+                self._changed[home.id] = home
             fits = [
                 w
                 for w in takers

@@ -12,11 +12,15 @@ from microtome.planner.generations import Generation
 from microtome.planner.worker_plan import WorkerPlan
 
 
+def can_hold(worker: WorkerPlan, generation: Generation) -> bool:
+    """Whether the generation fits there to its last token, with nobody beside it."""
+    return generation.generated_from + generation.limit <= worker.max_session_tokens
+
+
 def by_preference(generation: Generation, workers: Iterable[WorkerPlan]) -> list[WorkerPlan]:
     """Those of `workers` that could hold the generation, best first."""
     session = generation.session
-    length = generation.generated_from + generation.limit
-    able = [w for w in workers if length <= w.max_session_tokens]
+    able = [w for w in workers if can_hold(w, generation)]
     home = session.resident
     leader = generation.leader.session.resident if generation.leader and not generation.delivered else None
     if home is None and leader is not None:

@@ -7,7 +7,8 @@ import pytest
 from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import BadInput, WrongState
 from microtome.planner.events import Deliver, GiveUpWorker, WorkerJoined
-from microtome.planner.types import FinishReason, MethodTable, SamplingParams, WorkerId
+from microtome.planner.status import Waiting
+from microtome.planner.types import FinishReason, GenerationId, MethodTable, SamplingParams, WorkerId
 from tests.support.builders import dynamic, ladder
 from tests.support.fake_executor import FakeExecutor
 from tests.support.small_cluster import VOCAB, SmallCluster, expected
@@ -124,3 +125,36 @@ def test_a_count_beyond_32_bits_is_refused_with_no_worker_there(options: dict[st
     name = cluster.submit(PROMPT, **options)  # type: ignore[arg-type]
     assert isinstance(cluster.error(name), BadInput)
     assert cause in str(cluster.error(name))
+
+
+def test_a_generation_that_only_a_lost_worker_could_hold_holds_nobody_up() -> None:
+    cluster = SmallCluster(workers=0)
+    cluster.join("roomy", usable_cells=100)
+    cluster.join("narrow", usable_cells=20)
+    long = cluster.submit(range(30), 10)
+    cluster.answer("roomy")
+    cluster.lose("roomy")
+    cluster.plans["roomy"].clear()
+    short = cluster.submit(PROMPT, 4)
+    cluster.run()
+    assert cluster.tokens[short] == expected(PROMPT, 4)
+    where = cluster.control.where(GenerationId(long))
+    assert where is not None
+    assert where.waits_for is Waiting.NO_WORKER
+    cluster.join("roomy", usable_cells=100)
+    cluster.run()
+    assert cluster.tokens[long] == expected(range(30), 10)
+
+
+def test_a_session_that_outgrows_its_worker_goes_on_on_a_roomier_one() -> None:
+    cluster = SmallCluster(workers=0)
+    cluster.join("narrow", usable_cells=20)
+    session = cluster.open()
+    cluster.submit(PROMPT, 4, session=session)
+    cluster.run()
+    cluster.join("roomy", usable_cells=100)
+    history = cluster.transcript(session)
+    long = cluster.submit(range(30), 10, session=session)
+    cluster.run()
+    assert cluster.tokens[long] == expected([*history, *range(30)], 10)
+    assert cluster.cells_used("narrow") == 0
