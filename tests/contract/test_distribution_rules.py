@@ -286,6 +286,9 @@ def test_B9_a_bad_sibling_refuses_the_whole_group() -> None:
     cluster.submit(PROMPT, 2, name="b", siblings=[("c", 1), ("a", 2)])
     assert cluster.control.status().counters.generations_started == 1
     assert cluster.error("b") is not None
+    assert cluster.error("c") is not None
+    cluster.run()
+    assert cluster.tokens["a"] == expected(PROMPT, 20)
 
 
 def test_H3_slices_tile_the_batch() -> None:

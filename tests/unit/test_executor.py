@@ -309,7 +309,7 @@ def stale_plans(driver: StepDriver) -> dict[str, StepPlan]:
     }
 
 
-# holds F12
+# holds F12, X9
 def test_a_stale_plan_is_refused_and_changes_nothing(toy: Path) -> None:
     executor = build(toy)
     driver = StepDriver(executor)
