@@ -586,7 +586,10 @@ class Control:
             return
         try:
             w = WorkerPlan(event.worker, capability, self._config, event.last_step, served)
-            w.table.restore({snapshot.sequence: snapshot.cells for snapshot in event.held})
+            held = {snapshot.sequence: snapshot.cells for snapshot in event.held}
+            if len(held) < len(event.held):
+                raise BadInput(f"{len(event.held)} snapshots are of {len(held)} sequences")
+            w.table.restore(held)
         except BatchingError as error:
             self._refuse_worker(event, str(error))
             return

@@ -28,6 +28,8 @@ def read_snapshot(snapshot: SequenceSnapshot) -> Found | None:
     except BadInput:
         return None
     tokens = list(snapshot.tokens)
+    if len(tokens) != len(snapshot.cells):
+        return None
     if note.generation is None:
         length = len(tokens) if note.length is None else note.length
         if length > len(tokens):

@@ -1,14 +1,15 @@
 """Events that nobody should send, or in an order that nobody expects: nothing breaks, and no token is wrong."""
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
 
 from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import BadInput, WrongState
-from microtome.planner.events import Deliver, GiveUpWorker, WorkerJoined
+from microtome.planner.events import Deliver, GiveUpWorker, RunStep, WorkerJoined
 from microtome.planner.status import Waiting
-from microtome.planner.types import FinishReason, GenerationId, MethodTable, SamplingParams, WorkerId
+from microtome.planner.types import FinishReason, GenerationId, MethodTable, SamplingParams, StepNumber, WorkerId
 from tests.support.builders import dynamic, ladder
 from tests.support.fake_executor import FakeExecutor
 from tests.support.small_cluster import VOCAB, SmallCluster, expected
@@ -158,3 +159,20 @@ def test_a_session_that_outgrows_its_worker_goes_on_on_a_roomier_one() -> None:
     cluster.run()
     assert cluster.tokens[long] == expected([*history, *range(30)], 10)
     assert cluster.cells_used("narrow") == 0
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_worker_that_tells_nonsense_of_what_it_holds_is_taken_or_refused_without_it(twice: bool) -> None:
+    cluster = SmallCluster()
+    cluster.submit(PROMPT, 9)
+    cluster.answer()
+    executor = cluster.executors["w0"]
+    (sequence,) = executor.snapshot()
+    held = (sequence, sequence) if twice else (replace(sequence, tokens=sequence.tokens[:-1]),)
+    other = SmallCluster(workers=0)
+    other.plans["w0"], other.executors["w0"] = deque(), executor
+    told = other.handle(
+        WorkerJoined(at_us=0, worker=WorkerId("w0"), capability=executor.describe(), held=held, last_step=StepNumber(1))
+    )
+    assert [type(i) for i in told] == [GiveUpWorker if twice else RunStep]
+    assert not any(w.cells_used for w in other.control.status().workers)
