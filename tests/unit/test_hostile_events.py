@@ -165,14 +165,15 @@ def test_a_session_that_outgrows_its_worker_goes_on_on_a_roomier_one() -> None:
 def test_a_worker_that_tells_nonsense_of_what_it_holds_is_taken_or_refused_without_it(twice: bool) -> None:
     cluster = SmallCluster()
     cluster.submit(PROMPT, 9)
-    cluster.answer()
+    for _ in range(3):
+        cluster.answer()
     executor = cluster.executors["w0"]
     (sequence,) = executor.snapshot()
     held = (sequence, sequence) if twice else (replace(sequence, tokens=sequence.tokens[:-1]),)
     other = SmallCluster(workers=0)
     other.plans["w0"], other.executors["w0"] = deque(), executor
     told = other.handle(
-        WorkerJoined(at_us=0, worker=WorkerId("w0"), capability=executor.describe(), held=held, last_step=StepNumber(1))
+        WorkerJoined(at_us=0, worker=WorkerId("w0"), capability=executor.describe(), held=held, last_step=StepNumber(3))
     )
     assert [type(i) for i in told] == [GiveUpWorker if twice else RunStep]
     assert not any(w.cells_used for w in other.control.status().workers)
