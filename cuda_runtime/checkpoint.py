@@ -84,20 +84,10 @@ class Checkpoint:
 
 def find_checkpoint(model: str) -> Checkpoint:
     """The checkpoint at path `model`. Raises `BadConfig`: missing, unreadable, or of an unsupported architecture."""
-    path = Path(model).expanduser()
-    try:
-        path = path.resolve()
-        exists, is_file = path.exists(), path.is_file()
-    except OSError as error:
-        raise BadConfig(f"model {model}: {error.strerror or error}") from error
-    if not exists:
-        raise BadConfig(f"model {model}: no such file or directory")
-    if is_file:
-        _check_gguf(path)
-        source: tuple[str, dict[str, Any]] = (str(path.parent), {"gguf_file": path.name})
-    else:
-        _check_directory(path)
-        source = (str(path), {"local_files_only": True})
+    path = check_files(model)
+    source: tuple[str, dict[str, Any]] = (str(path), {"local_files_only": True})
+    if path.is_file():
+        source = (str(path.parent), {"gguf_file": path.name})
     config = _config(path, source)
     _check_architecture(path, config.model_type)
     context_length = getattr(config, "max_position_embeddings", None)
@@ -111,6 +101,26 @@ def find_checkpoint(model: str) -> Checkpoint:
         vocab_size=config.vocab_size,
         config=config,
     )
+
+
+def check_files(model: str) -> Path:
+    """The absolute path of a directory or GGUF file that looks like a model to serve; in milliseconds, no library.
+
+    Raises `BadConfig`, as `find_checkpoint` would.
+    """
+    path = Path(model).expanduser()
+    try:
+        path = path.resolve()
+        exists, is_file = path.exists(), path.is_file()
+    except OSError as error:
+        raise BadConfig(f"model {model}: {error.strerror or error}") from error
+    if not exists:
+        raise BadConfig(f"model {model}: no such file or directory")
+    if is_file:
+        _check_gguf(path)
+    else:
+        _check_directory(path)
+    return path
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:

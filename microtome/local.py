@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -135,12 +134,9 @@ def down(service: str, namespace: str, ray_address: str | None) -> tuple[str, ..
 
 
 def _check_model_is_here(config: "ServiceConfig") -> None:
-    """Say what is missing before a Ray is started for nothing. On a cluster the model lies on the workers' nodes."""
-    if (
-        config.workers.executor == server_part("actors.link").DEFAULT_EXECUTOR
-        and not Path(config.runtime.model).exists()
-    ):
-        server_part("cuda_runtime.checkpoint").find_checkpoint(config.runtime.model)  # raises, with its own sentence
+    """Say that it is no model before a Ray is started for nothing. On a cluster it lies on the workers' nodes."""
+    if config.workers.executor == server_part("actors.link").DEFAULT_EXECUTOR:
+        server_part("cuda_runtime.checkpoint").check_files(config.runtime.model)
 
 
 @contextmanager

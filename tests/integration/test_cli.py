@@ -184,6 +184,34 @@ def test_settings_given_as_options_win_over_the_environment_and_a_file(tmp_path:
     assert told == "port 70001 is not in 0 to 65535"
 
 
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("notes.txt", "neither a directory nor a GGUF file that can be read: it starts with b'not '"),
+        (".", "the directory holds no config.json"),
+        ("absent", "no such file or directory"),
+    ],
+)
+def test_what_is_no_model_is_told_before_a_ray_or_a_model_library_is_loaded(
+    tmp_path: Path, model: str, told: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("not a model")
+    heavy = "print([name for name in ('ray', 'torch', 'transformers', 'grpc') if name in sys.modules])"
+    script = f"import atexit, sys; atexit.register(lambda: {heavy}); from microtome.cli import main; main()"
+    serving = subprocess.run(
+        [sys.executable, "-c", script, "serve", model],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (serving.returncode, serving.stdout) == (1, "[]\n")
+    assert serving.stderr.startswith("microtome: model ")
+    assert told in serving.stderr
+    assert serving.stderr.count("\n") == 1
+
+
 def test_an_unknown_model_name_is_told_with_the_known_ones() -> None:
     assert sentence(run("fetch", "gpt-9")) == "no model is called 'gpt-9'; known: smollm2-135m"
 
