@@ -324,7 +324,7 @@ def _start_local_ray(config: ServiceConfig) -> None:
     # An update starts a worker before another ends: they share the machine for a while.
     wanted = 1 + config.workers.cpus * (config.workers.scaling.max_workers + 1)
     try:
-        with _sigterm_kept():
+        with _sigterm_held(), _sigterm_kept():
             ray.init(
                 address="local",
                 namespace=config.service.ray_namespace,
@@ -385,6 +385,22 @@ def _keep_to_loopback() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too: binds everything to 127.0.0.1
     if not ray_private.binds_to_loopback():
         ray_private.bind_to_loopback()
+
+
+@contextmanager
+def _sigterm_held() -> Iterator[None]:
+    """Processes started meanwhile never get SIGTERM; this one gets it afterwards.
+
+    A signal to a whole process group or unit (`timeout`, systemd) is for us, who then end our Ray in order. Ended by
+    the same signal, Ray would be gone before us, and each call to it would wait a minute before it aborts the process.
+    A blocked signal, unlike a handler or another group, is inherited by whatever Ray starts; SIGKILL still ends it, as
+    the kernel sends one when this process dies.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -62,6 +62,7 @@ def start(ray_folder: str) -> Iterator[Start]:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "RAY_TMPDIR": ray_folder},
+            start_new_session=True,  # a process group of its own, as under systemd or `timeout`
         )
         started.append(process)
         return process
@@ -88,6 +89,15 @@ def assert_nothing_left(folder: str) -> None:
     """Ray's own processes are told to go and take a moment; ours are waited for and must be gone by then."""
     _, alive = psutil.wait_procs(belonging_to(folder), timeout=10)
     assert [process.cmdline() for process in alive] == []
+
+
+def wait_for_process(name: str, serving: subprocess.Popen[str], folder: str) -> None:
+    """Until there is one of that name beside `serving`."""
+    end = time.monotonic() + WAIT_S
+    while not any(name in " ".join(process.cmdline()[:1]) for process in belonging_to(folder)):
+        assert time.monotonic() < end
+        assert serving.poll() is None
+        time.sleep(0.05)
 
 
 def ready_address(process: subprocess.Popen[str]) -> str:
@@ -132,14 +142,32 @@ def test_sigterm_takes_the_service_down(model: Path, start: Start, ray_folder: s
     assert_nothing_left(ray_folder)
 
 
+def test_sigterm_to_the_whole_process_group_takes_the_service_down(model: Path, start: Start, ray_folder: str) -> None:
+    # Were Ray's processes ended by it, too, each call to Ray would wait a minute, and then abort this one.
+    serving = start("serve", str(model), "--port", "0", *SMALL)
+    ready_address(serving)
+    os.killpg(serving.pid, signal.SIGTERM)
+    _, remarks = serving.communicate(timeout=WAIT_S)
+    assert (serving.returncode, remarks) == (143, "taking 'microtome' down\n")
+    assert_nothing_left(ray_folder)
+
+
+@pytest.mark.parametrize("process_name", ["gcs_server", "raylet", "DriverActor"])
+def test_sigterm_to_the_whole_process_group_while_it_starts_leaves_nothing(
+    model: Path, start: Start, ray_folder: str, process_name: str
+) -> None:
+    serving = start("serve", str(model), "--port", "0", *SMALL)
+    wait_for_process(process_name, serving, ray_folder)
+    os.killpg(serving.pid, signal.SIGTERM)
+    out, remarks = serving.communicate(timeout=WAIT_S)
+    assert (serving.returncode, out, remarks) == (143, "", "")
+    assert_nothing_left(ray_folder)
+
+
 def test_sigterm_while_it_starts_leaves_nothing(model: Path, start: Start, ray_folder: str) -> None:
     # Ray waits for the driver then; and its own handler would print a stack and change the status.
     serving = start("serve", str(model), "--port", "0", *SMALL)
-    end = time.monotonic() + WAIT_S
-    while not any("DriverActor" in " ".join(process.cmdline()) for process in belonging_to(ray_folder)):
-        assert time.monotonic() < end
-        assert serving.poll() is None
-        time.sleep(0.05)
+    wait_for_process("DriverActor", serving, ray_folder)
     serving.terminate()
     out, remarks = serving.communicate(timeout=WAIT_S)
     assert (serving.returncode, out, remarks) == (143, "", "")
