@@ -10,6 +10,7 @@ journal, if one is kept.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -37,17 +38,21 @@ from microtome.planner.control import Control
 from microtome.planner.errors import BadConfig, BatchingError, UnknownId, WorkerLost, WrongState
 from microtome.planner.events import (
     CallersWait,
+    CloneSession,
+    CloseSession,
     Deliver,
     DeliverStep,
     DrainBegun,
     Event,
     GiveUpWorker,
     Instruction,
+    OpenSession,
     ReleaseWorker,
     Restored,
     RunStep,
     Scale,
     SessionAnswer,
+    SessionEvent,
     StartWorker,
     Tick,
     UpdateEnded,
@@ -56,6 +61,7 @@ from microtome.planner.events import (
     WorkerJoined,
 )
 from microtome.planner.replay import described
+from microtome.planner.sessions import LAST_LIFE
 from microtome.planner.types import Capability, WorkerId
 from microtome.v1 import admin_pb2_grpc as admin_rpc
 from microtome.v1 import generation_pb2 as pb
@@ -120,6 +126,9 @@ class DriverHost:
         self._tasks: list[asyncio.Task[None]] = []
         self._began_us = self.now_us()
         self._callers = 0  # calls that wait for the first worker there ever was
+        self._life = 1 + secrets.randbelow(LAST_LIFE)
+        self._asked: dict[int, asyncio.Future[SessionAnswer]] = {}  # by ticket
+        self._tickets = 0
         self.loop_us = 0  # spent handling events, in all
         self.port = 0
 
@@ -261,6 +270,31 @@ class DriverHost:
         if self._control.fingerprint is None:
             self.post(CallersWait(at_us=self.now_us(), count=self._callers))
 
+    async def ask(self, question: SessionEvent) -> SessionAnswer:
+        self._tickets += 1
+        answer = self._asked[self._tickets] = self._event_loop.create_future()
+        question = replace(question, ticket=self._tickets)
+        if isinstance(question, OpenSession | CloneSession):
+            question = replace(question, life=self._life)
+        self.post(question)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if isinstance(question, OpenSession | CloneSession):
+                answer.add_done_callback(self._close_unclaimed)
+            raise
+
+    def _answered(self, answer: SessionAnswer) -> None:
+        asked = self._asked.pop(answer.ticket, None)
+        if asked is not None:
+            asked.set_result(answer)
+
+    def _close_unclaimed(self, answer: "asyncio.Future[SessionAnswer]") -> None:
+        """Whoever asked for the session has hung up, and nobody else knows it."""
+        session = answer.result().session
+        if session is not None:
+            self.post(CloseSession(at_us=self.now_us(), ticket=0, session=session))
+
     # --- the loop ---
 
     async def _loop(self) -> None:
@@ -322,7 +356,7 @@ class DriverHost:
             case Restored():
                 self.front_end.restore(instruction)
             case SessionAnswer():
-                raise AssertionError("a session was answered that nobody asked for")
+                self._answered(instruction)
             case _:
                 assert_never(instruction)
 

@@ -20,16 +20,31 @@ from microtome.actors.requests import (
     ServedModel,
     check_numbers,
     check_prompt,
+    check_salt,
     finished_before,
     generation_options,
+    session_of,
     text_prompt,
 )
 from microtome.actors.status import status_of
 from microtome.actors.streams import Listener, Stream, Streams
 from microtome.actors.text import CONTEXT_TOKENS, ModelText, TextStream
 from microtome.planner.errors import BadInput, BatchingError, UnknownId
-from microtome.planner.events import Cancel, Deliver, Event, Restored, Submit
-from microtome.planner.types import FinishReason, GenerationId, Usage
+from microtome.planner.events import (
+    Cancel,
+    CloneSession,
+    CloseSession,
+    Deliver,
+    Event,
+    LookUpSession,
+    OpenSession,
+    Restored,
+    RewindSession,
+    SessionAnswer,
+    SessionEvent,
+    Submit,
+)
+from microtome.planner.types import FinishReason, GenerationId, SessionId, Usage
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
 
@@ -38,6 +53,7 @@ SEED_BITS = 64
 UNCLAIMED_S = 30.0  # how long a restored generation runs without anybody resuming it
 
 GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+SessionContext = grpc.aio.ServicerContext[Any, Any]
 
 
 class Host(Protocol):
@@ -45,6 +61,12 @@ class Host(Protocol):
 
     def post(self, event: Event) -> None:
         """Queue the event for `Control`. Never blocks."""
+
+    async def ask(self, question: SessionEvent) -> SessionAnswer:
+        """Post the event, under a ticket of the host's, and wait for its answer.
+
+        A session that is opened or cloned for a caller who is cancelled meanwhile is closed again.
+        """
 
     def now_us(self) -> int: ...
 
@@ -240,12 +262,55 @@ class FrontEnd(rpc.GenerationServicer):
     ) -> pb.StatusResponse:
         return self._host.status()
 
+    # --- sessions ---
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: SessionContext) -> pb.Session:
+        try:
+            check_salt(request.cache_salt)
+        except BatchingError as error:
+            await _abort(context, error)
+        question = OpenSession(at_us=self._host.now_us(), ticket=0, cache_salt=request.cache_salt)
+        return await self._ask(question, context)
+
+    async def CloneSession(self, request: pb.CloneSessionRequest, context: SessionContext) -> pb.Session:
+        source = await self._session(request.session_id, context)
+        upto = request.upto if request.HasField("upto") else None
+        return await self._ask(CloneSession(at_us=self._host.now_us(), ticket=0, source=source, upto=upto), context)
+
+    async def RewindSession(self, request: pb.RewindSessionRequest, context: SessionContext) -> pb.Session:
+        session, position = await self._session(request.session_id, context), request.position
+        question = RewindSession(at_us=self._host.now_us(), ticket=0, session=session, position=position)
+        return await self._ask(question, context)
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: SessionContext) -> pb.Session:
+        session = await self._session(request.session_id, context)
+        return await self._ask(LookUpSession(at_us=self._host.now_us(), ticket=0, session=session), context)
+
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: SessionContext) -> pb.CloseSessionResponse:
+        session = await self._session(request.session_id, context)
+        await self._ask(CloseSession(at_us=self._host.now_us(), ticket=0, session=session), context)
+        return pb.CloseSessionResponse()
+
+    async def _session(self, handle: str, context: SessionContext) -> SessionId:
+        try:
+            return session_of(handle)
+        except BatchingError as error:
+            await _abort(context, error)
+
+    async def _ask(self, question: SessionEvent, context: SessionContext) -> pb.Session:
+        await self._host.settled()
+        answer = await self._host.ask(question)
+        if answer.error is not None:
+            await _abort(context, answer.error)
+        return pb.Session(session_id=str(answer.session), length=answer.length)
+
     # --- one generation ---
 
     async def _submit(self, request: pb.GenerateRequest, context: GenerateContext) -> Stream:
         await self._host.settled()
         model = await self._host.model()
         check_numbers(request, model)
+        session = session_of(request.session_id) if request.session_id else None
         prompt = await self._prompt(request, model)
         generated = tuple(request.generated_token_ids)
         check_prompt(prompt, model)
@@ -279,6 +344,7 @@ class FrontEnd(rpc.GenerationServicer):
                 generation=generation,
                 prompt=(*prompt, *generated),
                 options=options,
+                session=session,
                 fingerprint=model.fingerprint,
             )
         )

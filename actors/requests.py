@@ -5,17 +5,22 @@ limit, raised before anything changes. Widths count tokens.
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from microtome.actors.text import Message
-from microtome.planner.errors import BadInput
-from microtome.planner.types import FinishReason, GenerationOptions, SamplingParams
+from microtome.planner.errors import BadInput, UnknownId
+from microtome.planner.sessions import LAST_SESSION_ID, life_of
+from microtome.planner.types import FinishReason, GenerationOptions, SamplingParams, SessionId
 from microtome.v1 import generation_pb2 as pb
 
 DEFAULT_NEW_TOKENS = 256
 LONGEST_ID = 128  # characters of a caller's own generation id
+LONGEST_SALT = 128  # characters
+LONGEST_HANDLE = len(str(LAST_SESSION_ID))
 LONGEST_SHOWN = 40  # characters of a refused text value that a message repeats
+_DECIMAL = re.compile(r"[1-9][0-9]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +54,25 @@ def check_numbers(request: pb.GenerateRequest, model: ServedModel) -> None:
     _check_ids("generated token", request.generated_token_ids, model)
     if request.generated_token_ids and request.temperature and not request.HasField("seed"):
         raise BadInput("a sampled generation that goes on needs the seed that was in force")
+    if request.generated_token_ids and request.session_id:
+        raise BadInput("generated_token_ids are given, and a session_id: the session has what was generated in it")
     name = request.generation_id
     if len(name) > LONGEST_ID or not name.isprintable():
         raise BadInput(f"generation id {name[:LONGEST_SHOWN]!r} is not at most {LONGEST_ID} printable characters")
+
+
+def session_of(handle: str) -> SessionId:
+    """The session that a client calls by this id. Raises `UnknownId` for one that no driver gives to clients."""
+    session = SessionId(int(handle) if len(handle) <= LONGEST_HANDLE and _DECIMAL.fullmatch(handle) else 0)
+    if not life_of(session):  # sessions that callers did not open have none
+        raise UnknownId(f"no session {handle[:LONGEST_SHOWN]!r}")
+    return session
+
+
+def check_salt(salt: str) -> None:
+    """Raises `BadInput`."""
+    if len(salt) > LONGEST_SALT or not salt.isprintable():
+        raise BadInput(f"cache_salt {salt[:LONGEST_SHOWN]!r} is not at most {LONGEST_SALT} printable characters")
 
 
 def text_prompt(request: pb.GenerateRequest) -> str | list[Message] | None:

@@ -5,7 +5,7 @@ What both clients know lies in `call`, `sampling` and `answers`; here is only th
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from microtome.answers import Completion, Model, ServiceStatus, Update, completion_of, model_of, status_of
 from microtome.call import CANCEL_S, CLOSED, CLOSED_MEANWHILE, Call, Readiness, channel_options
-from microtome.errors import Cancelled, ClientClosed
+from microtome.errors import Cancelled, ClientClosed, MicrotomeError, NotFound
 from microtome.generation_call import GenerationCall
 from microtome.retry import Retry
 from microtome.sampling import (
@@ -26,10 +26,11 @@ from microtome.sampling import (
     resume_request_of,
     seconds_or_none,
 )
+from microtome.session_requests import clone_request_of, generate_request_of, open_request_of, rewind_request_of
 from microtome.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from microtome.v1 import generation_pb2 as pb
 
-__all__ = ["AsyncClient", "AsyncGeneration"]
+__all__ = ["AsyncClient", "AsyncGeneration", "AsyncSession"]
 
 
 class AsyncClient:
@@ -95,6 +96,16 @@ class AsyncClient:
         """`generate`, waited for and joined."""
         async with self.generate(prompt, messages=messages, token_ids=token_ids, **options) as generation:
             return completion_of([update async for update in generation])
+
+    def session(self, *, cache_salt: str = "") -> "_AsyncOpening":
+        """Open a session: `async with client.session() as session`, or `session = await client.session()`.
+
+        Whoever opens it closes it, or leaves its block.
+
+        `cache_salt`: cached prefixes are shared between sessions of equal salt only. Raises CapacityExhausted when as
+        many sessions are open as may be.
+        """
+        return self._open("OpenSession", open_request_of(cache_salt))
 
     async def cancel(self, generation_id: str) -> None:
         """End a generation, whoever started it. Raises NotFound when no such generation is running."""
@@ -190,6 +201,9 @@ class AsyncClient:
             except grpc.RpcError as failure:
                 wait_s = call.failed(failure)
             await asyncio.sleep(wait_s)
+
+    def _open(self, method: str, request: Any) -> "_AsyncOpening":
+        return _AsyncOpening(self, method, request)
 
     async def _once(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
         """A call that is not tried again: what it began may go on."""
@@ -316,6 +330,112 @@ class AsyncGeneration(AsyncIterator[Update]):
         except BaseException:
             self.close()
             raise
+
+
+class AsyncSession:
+    """A history of tokens on the service: each generation goes on behind it, and runs only what is new.
+
+    One generation at a time. Chat messages are rendered by the model's chat template as they are, without the history:
+    give those that are new, and mind that many templates put a system message or a beginning-of-text token before each
+    list. A generation that was left early stays in the history as far as it came; `rewind` takes it back. None is asked
+    for twice: where the connection is lost before its first update, the iteration raises Unavailable, and `length`
+    tells whether anything was added.
+
+    Leaving its block closes it. NotFound, from any of its methods: it was closed, or lost with the service's driver.
+    """
+
+    def __init__(self, client: AsyncClient, session_id: str) -> None:
+        self._client = client
+        self._closed = False
+        self.session_id = session_id
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGeneration:
+        """`generate` of the client, behind the history. Its updates raise WrongState while another one runs here."""
+        request = generate_request_of(self.session_id, prompt, messages, token_ids, options)
+        return self._client._generation(request, options.get("timeout_s"))
+
+    async def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """`generate`, waited for and joined."""
+        async with self.generate(prompt, messages=messages, token_ids=token_ids, **options) as generation:
+            return completion_of([update async for update in generation])
+
+    async def length(self) -> int:
+        """Committed tokens, asked of the service.
+
+        The last token that a generation brought is not among them until the next generation has run it.
+        """
+        answer = await self._client._unary("GetSession", pb.GetSessionRequest(session_id=self.session_id))
+        return int(answer.length)
+
+    def clone(self, upto: int | None = None) -> "_AsyncOpening":
+        """Another session, once awaited or entered, with this one's first `upto` committed tokens; None: with all.
+
+        Raises InvalidRequest beyond its length, CapacityExhausted when as many sessions are open as may be.
+        """
+        return self._client._open("CloneSession", clone_request_of(self.session_id, upto))
+
+    async def rewind(self, position: int) -> None:
+        """Keep the first `position` committed tokens of the history, and forget the rest.
+
+        Raises InvalidRequest beyond its length and for 0, WrongState while a generation runs.
+        """
+        await self._client._unary("RewindSession", rewind_request_of(self.session_id, position))
+
+    async def close(self) -> None:
+        """Forget the session; what it generates is cancelled. May be called twice, and when it is lost already."""
+        if not self._closed:
+            with contextlib.suppress(NotFound):
+                await self._client._unary("CloseSession", pb.CloseSessionRequest(session_id=self.session_id))
+            self._closed = True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(*(() if error is None else (MicrotomeError,))):  # the block's own error tells more
+            await self.close()
+
+
+class _AsyncOpening(Awaitable[AsyncSession]):
+    """A session that is opened when this is awaited, or entered; once."""
+
+    def __init__(self, client: AsyncClient, method: str, request: Any) -> None:
+        self._client, self._method, self._request = client, method, request
+        self._session: AsyncSession | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncSession]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> AsyncSession:
+        self._session = await self._open()
+        return self._session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.__aexit__(kind, error, trace)
+
+    async def _open(self) -> AsyncSession:
+        method = getattr(generation_pb2_grpc.GenerationStub(self._client._connection()), self._method)
+        answer = await self._client._once(method, self._request, self._client._call_timeout_s)
+        return AsyncSession(self._client, answer.session_id)
 
 
 async def _answer(method: Callable[..., Any], request: Any, call: Call) -> Any:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from microtome.answers import Completion, Model, ServiceStatus, Update, completion_of, model_of, status_of
 from microtome.call import CANCEL_S, CLOSED, Call, Readiness, channel_options
-from microtome.errors import ClientClosed
+from microtome.errors import ClientClosed, MicrotomeError, NotFound
 from microtome.generation_call import GenerationCall
 from microtome.retry import Retry
 from microtome.sampling import (
@@ -25,10 +25,11 @@ from microtome.sampling import (
     resume_request_of,
     seconds_or_none,
 )
+from microtome.session_requests import clone_request_of, generate_request_of, open_request_of, rewind_request_of
 from microtome.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from microtome.v1 import generation_pb2 as pb
 
-__all__ = ["Client", "Generation"]
+__all__ = ["Client", "Generation", "Session"]
 
 _Answer = TypeVar("_Answer")
 
@@ -100,6 +101,14 @@ class Client:
         """`generate`, waited for and joined."""
         with self.generate(prompt, messages=messages, token_ids=token_ids, **options) as generation:
             return completion_of(generation)
+
+    def session(self, *, cache_salt: str = "") -> "Session":
+        """Open a session: `with client.session() as session`. Whoever opens it closes it, or leaves its block.
+
+        `cache_salt`: cached prefixes are shared between sessions of equal salt only. Raises CapacityExhausted when as
+        many sessions are open as may be.
+        """
+        return self._open("OpenSession", open_request_of(cache_salt))
 
     def cancel(self, generation_id: str) -> None:
         """End a generation, whoever started it. Raises NotFound when no such generation is running."""
@@ -174,6 +183,10 @@ class Client:
             except ValueError as error:  # closed since we looked
                 raise ClientClosed(CLOSED) from error
             self._closed.wait(wait_s)
+
+    def _open(self, method: str, request: Any) -> "Session":
+        answer = self._once(getattr(self._stub, method), request, self._call_timeout_s)
+        return Session(self, answer.session_id)
 
     def _once(self, method: Callable[..., _Answer], request: Any, timeout_s: float | None) -> _Answer:
         """A call that is not tried again: what it began may go on."""
@@ -286,3 +299,83 @@ class Generation(Iterator[Update]):
             self._start()
             if self._over.is_set():  # closed between the two lines above
                 self._rpc.cancel()
+
+
+class Session:
+    """A history of tokens on the service: each generation goes on behind it, and runs only what is new.
+
+    One generation at a time. Chat messages are rendered by the model's chat template as they are, without the history:
+    give those that are new, and mind that many templates put a system message or a beginning-of-text token before each
+    list. A generation that was left early stays in the history as far as it came; `rewind` takes it back. None is asked
+    for twice: where the connection is lost before its first update, the iteration raises Unavailable, and `length`
+    tells whether anything was added.
+
+    Leaving its block closes it. NotFound, from any of its methods: it was closed, or lost with the service's driver.
+    """
+
+    def __init__(self, client: Client, session_id: str) -> None:
+        self._client = client
+        self._closed = False
+        self.session_id = session_id
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """`generate` of the client, behind the history. Its updates raise WrongState while another one runs here."""
+        request = generate_request_of(self.session_id, prompt, messages, token_ids, options)
+        return self._client._generation(request, options.get("timeout_s"))
+
+    def complete(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """`generate`, waited for and joined."""
+        with self.generate(prompt, messages=messages, token_ids=token_ids, **options) as generation:
+            return completion_of(generation)
+
+    def length(self) -> int:
+        """Committed tokens, asked of the service.
+
+        The last token that a generation brought is not among them until the next generation has run it.
+        """
+        request = pb.GetSessionRequest(session_id=self.session_id)
+        return int(self._client._unary(self._client._stub.GetSession, request).length)
+
+    def clone(self, upto: int | None = None) -> "Session":
+        """Another session with this one's first `upto` committed tokens; None: with all.
+
+        Raises InvalidRequest beyond its length, CapacityExhausted when as many sessions are open as may be.
+        """
+        return self._client._open("CloneSession", clone_request_of(self.session_id, upto))
+
+    def rewind(self, position: int) -> None:
+        """Keep the first `position` committed tokens of the history, and forget the rest.
+
+        Raises InvalidRequest beyond its length and for 0, WrongState while a generation runs.
+        """
+        self._client._unary(self._client._stub.RewindSession, rewind_request_of(self.session_id, position))
+
+    def close(self) -> None:
+        """Forget the session; what it generates is cancelled. May be called twice, and when it is lost already."""
+        if not self._closed:
+            with contextlib.suppress(NotFound):
+                self._client._unary(self._client._stub.CloseSession, pb.CloseSessionRequest(session_id=self.session_id))
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(*(() if error is None else (MicrotomeError,))):  # the block's own error tells more
+            self.close()

@@ -2,7 +2,8 @@
 
 A stream that breaks is gone on with: before its first message by asking again, after it by `Resume` from the tokens
 that have come, and where the service has lost the generation by asking again with those tokens. So the updates handed
-on are a generation's tokens, each once and in order, whatever broke in between.
+on are a generation's tokens, each once and in order, whatever broke in between. In a session nothing is asked again:
+a generation there that cannot be resumed fails, and the session's length says what it has left behind.
 Waits for nothing; one thread at a time uses it.
 """
 
@@ -72,14 +73,14 @@ class GenerationCall(Call):
         error = self.error_of(failure)
         code = failure.code()
         if self._lost is not None and code is grpc.StatusCode.NOT_FOUND and self._began:
-            if isinstance(self._request, pb.ResumeRequest):
+            if isinstance(self._request, pb.ResumeRequest) or self._in_session:
                 raise self._lost  # the generation has ended with its stream, or is kept no longer
             self._start_over_behind_what_came(self._request)
             return 0.0
         if self._lost is not None and code is grpc.StatusCode.ALREADY_EXISTS and not self._resuming:
             self._resuming = True  # an attempt that seemed lost had arrived
             return 0.0
-        wait_s = self._wait_s(self._retry.resume_attempts if self._resuming else self._retry.attempts)
+        wait_s = self._wait_s(self._attempts)
         if not isinstance(error, Unavailable):
             raise error
         if self._lost is None or self._failures == 1:
@@ -102,6 +103,17 @@ class GenerationCall(Call):
             request.seed = self._seed
             request.generated_token_ids[:] = self._tokens
         self._resuming = False
+
+    @property
+    def _attempts(self) -> int:
+        if self._resuming:
+            return self._retry.resume_attempts
+        # What seemed lost may have arrived, and has left its prompt in the session's history: never there twice.
+        return 1 if self._in_session else self._retry.attempts
+
+    @property
+    def _in_session(self) -> bool:
+        return isinstance(self._request, pb.GenerateRequest) and bool(self._request.session_id)
 
     @property
     def _began(self) -> bool:

@@ -78,6 +78,14 @@ def resume_request_of(generation_id: str, offset: int) -> pb.ResumeRequest:
     return pb.ResumeRequest(generation_id=generation_id, offset=_whole("offset", offset, 0, _UINT32_MAX))
 
 
+def text_of(name: str, value: object) -> str:
+    return _text(name, value)
+
+
+def token_count_of(name: str, value: object) -> int:
+    return _whole(name, value, 0, _UINT32_MAX)
+
+
 def seconds_or_none(name: str, value: object) -> float | None:
     return None if value is None else positive_seconds(name, value)
 

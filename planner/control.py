@@ -47,6 +47,7 @@ from microtome.planner.events import (
     Event,
     GiveUpWorker,
     Instruction,
+    LookUpSession,
     OpenSession,
     ReleaseWorker,
     Restored,
@@ -54,6 +55,7 @@ from microtome.planner.events import (
     RunStep,
     Scale,
     SessionAnswer,
+    SessionEvent,
     StepDone,
     StepFailed,
     Submit,
@@ -147,7 +149,7 @@ class Control:
                 self._fleet.callers = event.count if self._served.fingerprint is None else 0
             case UpdateWorkers():
                 self._fleet.update(event.revision, event.surge, event.tried)
-            case OpenSession() | CloneSession() | RewindSession() | CloseSession():
+            case OpenSession() | CloneSession() | RewindSession() | LookUpSession() | CloseSession():
                 self._answer_session(event)
             case _:
                 assert_never(event)
@@ -369,6 +371,8 @@ class Control:
         if session is not None and session.transcript:
             if session.model not in known:
                 raise WrongState(f"session {session.id} is of a model that is served no more")
+            if event.fingerprint and session.model.fingerprint not in (None, event.fingerprint):
+                raise WrongState(f"session {session.id} is of a model that was replaced")
             return session.model
         if not event.fingerprint or self._served.fingerprint in (None, event.fingerprint):
             return self._served
@@ -856,16 +860,18 @@ class Control:
 
     # --- sessions ---
 
-    def _answer_session(self, event: OpenSession | CloneSession | RewindSession | CloseSession) -> None:
+    def _answer_session(self, event: SessionEvent) -> None:
         try:
             match event:
                 case OpenSession():
-                    session = self._sessions.open(event.tenant, event.cache_salt, opened=True)
+                    session = self._sessions.open(event.tenant, event.cache_salt, opened=True, life=event.life)
                     session.model = self._served
                 case CloneSession():
                     session = self._clone_session(event)
                 case RewindSession():
                     session = self._rewind_session(event)
+                case LookUpSession():
+                    session = self._sessions.get(event.session)
                 case CloseSession():
                     session = self._close_session(event)
         except Refused as error:
@@ -875,7 +881,7 @@ class Control:
 
     def _clone_session(self, event: CloneSession) -> Session:
         source = self._sessions.get(event.source)
-        twin = self._sessions.clone(source, event.upto)
+        twin = self._sessions.clone(source, event.upto, event.life)
         twin.model = source.model
         w = self._worker_of(source.resident)
         if w is not None and not w.draining and source.resident is not None and not source.resident.leaving:

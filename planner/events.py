@@ -160,6 +160,7 @@ class OpenSession:
     ticket: int  # the caller's; comes back in the `SessionAnswer`
     tenant: str = ""
     cache_salt: str = ""
+    life: int = 0  # of the driver that asks: tells its sessions from those of its earlier lives, see `Sessions`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +169,7 @@ class CloneSession:
     ticket: int
     source: SessionId
     upto: int | None = None  # None: everything committed
+    life: int = 0  # as of `OpenSession`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +178,15 @@ class RewindSession:
     ticket: int
     session: SessionId
     position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUpSession:
+    """How long is it? Changes nothing."""
+
+    at_us: int
+    ticket: int
+    session: SessionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +202,8 @@ class Tick:
 
     at_us: int
 
+
+SessionEvent = OpenSession | CloneSession | RewindSession | LookUpSession | CloseSession  # answered by `SessionAnswer`
 
 Event = (
     WorkerJoined
@@ -208,6 +221,7 @@ Event = (
     | OpenSession
     | CloneSession
     | RewindSession
+    | LookUpSession
     | CloseSession
     | Tick
 )

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from microtome.planner.served import Served
 
 LAST_SESSION_ID = 2**63 - 1
+NUMBER_BITS = 40  # of an id that has a life in front: more sessions than one driver ever opens
+LAST_NUMBER = (1 << NUMBER_BITS) - 1
+LAST_LIFE = LAST_SESSION_ID >> NUMBER_BITS
 
 
 class Session:
@@ -55,7 +58,12 @@ class Session:
 
 
 class Sessions:
-    """All sessions by id. Ids start at 1, grow by one, and are never used twice (D11)."""
+    """All sessions by id. Ids start at 1, grow by one, and are never used twice (D11).
+
+    A driver that was restarted does not know which ids its earlier life gave away: of that life's sessions it finds
+    those that a worker holds. So the ids that callers keep have the driver's `life` in front, a number from 1 to
+    `LAST_LIFE` that is another one after each restart; 0 leaves it out.
+    """
 
     def __init__(self, max_opened: int) -> None:
         self._max_opened = max_opened
@@ -80,20 +88,20 @@ class Sessions:
             raise UnknownId(f"no session {session}")
         return found
 
-    def open(self, tenant: str, cache_salt: str, *, opened: bool) -> Session:
+    def open(self, tenant: str, cache_salt: str, *, opened: bool, life: int = 0) -> Session:
         """Raises `AtCapacity` when callers hold as many sessions as may be open (D12)."""
         if opened:
             self._check_room()
-        return self._add(SessionId(self._last_id + 1), tenant, cache_salt, opened=opened)
+        return self._add(self._next_id(life), tenant, cache_salt, opened=opened)
 
-    def clone(self, source: Session, upto: int | None) -> Session:
+    def clone(self, source: Session, upto: int | None, life: int = 0) -> Session:
         """A session with the first `upto` committed tokens of `source`, idle, nothing pending (D17, D18)."""
         length = source.length
         upto = length if upto is None else upto
         if not 0 <= upto <= length:
             raise BadInput(f"session {source.id} has {length} committed tokens; {upto} cannot be cloned")
         self._check_room()
-        twin = self._add(SessionId(self._last_id + 1), source.tenant, source.cache_salt, opened=True)
+        twin = self._add(self._next_id(life), source.tenant, source.cache_salt, opened=True)
         twin.transcript = source.transcript[:upto]
         return twin
 
@@ -121,12 +129,25 @@ class Sessions:
     def _check_room(self) -> None:
         if self._opened >= self._max_opened:
             raise AtCapacity("sessions", 1, 0)
-        if self._last_id >= LAST_SESSION_ID:
+        if self._last_id >= LAST_NUMBER:
             raise AtCapacity("session ids", 1, 0)
+
+    def _next_id(self, life: int) -> SessionId:
+        return SessionId((life << NUMBER_BITS) + self._last_id + 1)
 
     def _add(self, session: SessionId, tenant: str, cache_salt: str, *, opened: bool) -> Session:
         new = Session(session, tenant, cache_salt, opened=opened)
         self._by_id[session] = new
-        self._last_id = max(self._last_id, session)
+        self._last_id = max(self._last_id, number_of(session))
         self._opened += opened
         return new
+
+
+def number_of(session: SessionId) -> int:
+    """The id without the life in front of it."""
+    return session & LAST_NUMBER
+
+
+def life_of(session: SessionId) -> int:
+    """Of the driver that opened it for a caller; 0: it has none in front, or is no session of a caller's."""
+    return session >> NUMBER_BITS

@@ -29,6 +29,7 @@ from microtome.planner.events import (
     Event,
     GiveUpWorker,
     Instruction,
+    LookUpSession,
     OpenSession,
     ReleaseWorker,
     RewindSession,
@@ -278,7 +279,7 @@ def _read_day(entries: Iterable[Entry]) -> _Day:
             case Scale() | UpdateWorkers() | WorkerDraining() | CallersWait():
                 asked.append(event)
                 scaled = scaled or isinstance(event, Scale)
-            case Cancel() | OpenSession() | CloneSession() | RewindSession() | CloseSession():
+            case Cancel() | OpenSession() | CloneSession() | RewindSession() | LookUpSession() | CloseSession():
                 asked.append(event)
             case StepDone():
                 step_us += event.result.step_us

@@ -49,6 +49,31 @@ class GenerationStub:
                 request_serializer=microtome_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
                 response_deserializer=microtome_dot_v1_dot_generation__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.OpenSession = channel.unary_unary(
+                '/microtome.v1.Generation/OpenSession',
+                request_serializer=microtome_dot_v1_dot_generation__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_generation__pb2.Session.FromString,
+                _registered_method=True)
+        self.CloneSession = channel.unary_unary(
+                '/microtome.v1.Generation/CloneSession',
+                request_serializer=microtome_dot_v1_dot_generation__pb2.CloneSessionRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_generation__pb2.Session.FromString,
+                _registered_method=True)
+        self.RewindSession = channel.unary_unary(
+                '/microtome.v1.Generation/RewindSession',
+                request_serializer=microtome_dot_v1_dot_generation__pb2.RewindSessionRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_generation__pb2.Session.FromString,
+                _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/microtome.v1.Generation/GetSession',
+                request_serializer=microtome_dot_v1_dot_generation__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_generation__pb2.Session.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/microtome.v1.Generation/CloseSession',
+                request_serializer=microtome_dot_v1_dot_generation__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_generation__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/microtome.v1.Generation/GetModel',
                 request_serializer=microtome_dot_v1_dot_generation__pb2.GetModelRequest.SerializeToString,
@@ -88,6 +113,45 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenSession(self, request, context):
+        """A session keeps a history of tokens, so that each generation in it runs only what is new. It is open until it is
+        closed; RESOURCE_EXHAUSTED when as many are open as may be. For the calls on a session, NOT_FOUND: no such session is
+        open. A driver that was restarted knows a session of before by the same id if it lay on a worker that lived on; one
+        that had been moved off its worker for lack of room, or whose worker was lost, is gone. No id is ever given twice.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloneSession(self, request, context):
+        """Another session with the beginning of this one's history; both share the memory of it. While the source generates,
+        what it has committed so far can be cloned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RewindSession(self, request, context):
+        """Forget the end of the history. FAILED_PRECONDITION while the session generates.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """How long its history is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """Forget the session. What it generates is cancelled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """What is served.
         """
@@ -119,6 +183,31 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=microtome_dot_v1_dot_generation__pb2.CancelRequest.FromString,
                     response_serializer=microtome_dot_v1_dot_generation__pb2.CancelResponse.SerializeToString,
+            ),
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=microtome_dot_v1_dot_generation__pb2.OpenSessionRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_generation__pb2.Session.SerializeToString,
+            ),
+            'CloneSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloneSession,
+                    request_deserializer=microtome_dot_v1_dot_generation__pb2.CloneSessionRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_generation__pb2.Session.SerializeToString,
+            ),
+            'RewindSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.RewindSession,
+                    request_deserializer=microtome_dot_v1_dot_generation__pb2.RewindSessionRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_generation__pb2.Session.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=microtome_dot_v1_dot_generation__pb2.GetSessionRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_generation__pb2.Session.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=microtome_dot_v1_dot_generation__pb2.CloseSessionRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_generation__pb2.CloseSessionResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -212,6 +301,141 @@ class Generation:
             '/microtome.v1.Generation/Cancel',
             microtome_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
             microtome_dot_v1_dot_generation__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/microtome.v1.Generation/OpenSession',
+            microtome_dot_v1_dot_generation__pb2.OpenSessionRequest.SerializeToString,
+            microtome_dot_v1_dot_generation__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloneSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/microtome.v1.Generation/CloneSession',
+            microtome_dot_v1_dot_generation__pb2.CloneSessionRequest.SerializeToString,
+            microtome_dot_v1_dot_generation__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RewindSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/microtome.v1.Generation/RewindSession',
+            microtome_dot_v1_dot_generation__pb2.RewindSessionRequest.SerializeToString,
+            microtome_dot_v1_dot_generation__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/microtome.v1.Generation/GetSession',
+            microtome_dot_v1_dot_generation__pb2.GetSessionRequest.SerializeToString,
+            microtome_dot_v1_dot_generation__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/microtome.v1.Generation/CloseSession',
+            microtome_dot_v1_dot_generation__pb2.CloseSessionRequest.SerializeToString,
+            microtome_dot_v1_dot_generation__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,9 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from microtome import errors
-from microtome.aio import AsyncClient, AsyncGeneration
+from microtome.aio import AsyncClient, AsyncGeneration, AsyncSession
 from microtome.answers import Update
-from microtome.client import Client, Generation
+from microtome.client import Client, Generation, Session
 from microtome.retry import Retry
 from microtome.v1 import admin_pb2
 from microtome.v1 import generation_pb2 as pb
@@ -50,9 +50,34 @@ class Plain:
     def resume(self, *args: Any, **options: Any) -> "PlainGeneration":
         return PlainGeneration(self.client.resume(*args, **options))
 
+    @asynccontextmanager
+    async def session(self, **options: Any) -> "AsyncIterator[PlainSession]":
+        opened = await asyncio.to_thread(self.client.session, **options)
+        with opened as session:
+            yield PlainSession(session)
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         async def call(*args: Any, **options: Any) -> Any:
             return await asyncio.to_thread(getattr(self.client, name), *args, **options)
+
+        return call
+
+
+class PlainSession:
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def generate(self, *args: Any, **options: Any) -> "PlainGeneration":
+        return PlainGeneration(self.session.generate(*args, **options))
+
+    @asynccontextmanager
+    async def clone(self, upto: int | None = None) -> "AsyncIterator[PlainSession]":
+        with await asyncio.to_thread(self.session.clone, upto) as twin:
+            yield PlainSession(twin)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(*args: Any, **options: Any) -> Any:
+            return await asyncio.to_thread(getattr(self.session, name), *args, **options)
 
         return call
 
@@ -698,10 +723,125 @@ async def test_what_may_have_begun_on_the_service_is_not_begun_again(connect: Co
     assert len(served.service.seen) == 2
 
 
+# --- sessions ---
+
+
+async def test_a_sessions_calls_name_it_and_carry_what_was_asked(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client, client.session(cache_salt="mine") as session:
+        assert (await session.complete("hi", max_new_tokens=3)).text == "Hello world"
+        assert tokens_of(await all_of(session.generate(token_ids=[4]))) == [10, 11, 12, 13, 14]
+        assert await session.length() == 17
+        await session.rewind(9)
+        async with session.clone(4), session.clone():
+            pass
+        await session.close()  # leaving the block closes it no second time
+    for request in served.service.asked(pb.GenerateRequest):
+        request.generation_id = ""  # minted
+    assert served.service.seen == [
+        pb.OpenSessionRequest(cache_salt="mine"),
+        pb.GenerateRequest(text="hi", max_new_tokens=3, session_id="s-1"),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[4]), session_id="s-1"),
+        pb.GetSessionRequest(session_id="s-1"),
+        pb.RewindSessionRequest(session_id="s-1", position=9),
+        pb.CloneSessionRequest(session_id="s-1", upto=4),
+        pb.CloneSessionRequest(session_id="s-1"),
+        pb.CloseSessionRequest(session_id="s-2"),
+        pb.CloseSessionRequest(session_id="s-2"),
+        pb.CloseSessionRequest(session_id="s-1"),
+    ]
+
+
+async def test_an_asyncio_session_may_be_opened_without_a_block(served: Served) -> None:
+    async with AsyncClient(served.address) as client:
+        session = await client.session()
+        twin = await session.clone(0)
+        assert (session.session_id, twin.session_id) == ("s-1", "s-2")
+        await twin.close()
+    assert served.service.seen[1] == pb.CloneSessionRequest(session_id="s-1", upto=0)
+
+
+async def test_the_error_of_a_sessions_block_is_not_hidden_by_a_close_that_fails(
+    connect: Connect, served: Served
+) -> None:
+    async def fail(client: Face) -> None:
+        async with client.session():
+            served.service.failures = [(grpc.StatusCode.INTERNAL, "not today")]
+            raise KeyError("of the caller")
+
+    async with connect(served.address) as client:
+        with pytest.raises(KeyError, match="of the caller"):
+            await fail(client)
+    assert len(served.service.asked(pb.CloseSessionRequest)) == 1
+
+
+async def test_closing_a_session_that_is_lost_already_is_no_error(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client, client.session() as session:
+        served.service.failures = [(grpc.StatusCode.NOT_FOUND, "no session s-1")] * 2
+        with pytest.raises(errors.NotFound, match=r"^no session s-1$"):
+            await session.length()
+        await session.close()
+    assert not served.service.failures
+
+
+async def test_a_session_is_not_opened_or_cloned_twice_when_the_answer_is_lost(
+    connect: Connect, served: Served
+) -> None:
+    lost = (grpc.StatusCode.UNAVAILABLE, "going away")
+    async with connect(served.address) as client:
+        served.service.failures = [lost]
+        with pytest.raises(errors.Unavailable, match=r"^going away$"):
+            async with client.session():
+                pass
+        async with client.session() as session:
+            served.service.failures = [lost]
+            with pytest.raises(errors.Unavailable, match=r"^going away$"):
+                async with session.clone():
+                    pass
+            served.service.failures = [lost]
+            assert await session.length() == 17  # asked again
+    assert len(served.service.asked(pb.OpenSessionRequest)) == 2
+    assert len(served.service.asked(pb.CloneSessionRequest)) == 1
+    assert len(served.service.asked(pb.GetSessionRequest)) == 2
+
+
+async def test_a_sessions_generation_is_not_asked_for_twice(connect: Connect, served: Served) -> None:
+    served.service.scripts = [refuses(grpc.StatusCode.UNAVAILABLE, BROKEN), HELLO]
+    async with connect(served.address) as client, client.session() as session:
+        with pytest.raises(errors.Unavailable, match="was lost"):
+            await session.complete("hi")
+    assert len(served.service.asked(pb.GenerateRequest)) == 1
+
+
+async def test_a_sessions_generation_that_broke_is_resumed_or_fails(connect: Connect, served: Served) -> None:
+    breaks = refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(response("Hel", 10, 11),))
+    rest = says(response("lo", 12, offset=2), response(" world", 13, 14, offset=3, last=True))
+    served.service.scripts = [breaks]
+    async with connect(served.address) as client, client.session() as session:
+        with pytest.raises(errors.Unavailable, match="was lost after 2 tokens"):
+            await session.complete("hi")  # nothing is known of it any more
+        assert len(served.service.asked(pb.GenerateRequest)) == 1
+        served.service.resumes = [rest]
+        assert tokens_of(await all_of(session.generate("hi"))) == [10, 11, 12, 13, 14]
+    assert len(served.service.asked(pb.GenerateRequest)) == 2
+
+
+async def test_positions_the_wire_cannot_carry_never_reach_the_service(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client, client.session() as session:
+        for position in (-1, 2**32, "3"):
+            with pytest.raises(errors.InvalidRequest, match="position must be"):
+                await session.rewind(position)
+            with pytest.raises(errors.InvalidRequest, match="upto must be"):
+                async with session.clone(position):
+                    pass
+    assert len(served.service.seen) == 2  # opened, and closed
+
+
 # --- the two faces ---
 
 
-@pytest.mark.parametrize(("plain", "asynchronous"), [(Client, AsyncClient), (Generation, AsyncGeneration)])
+@pytest.mark.parametrize(
+    ("plain", "asynchronous"), [(Client, AsyncClient), (Generation, AsyncGeneration), (Session, AsyncSession)]
+)
 def test_the_two_faces_have_the_same_methods_with_the_same_arguments(plain: type, asynchronous: type) -> None:
     def public(face: type) -> dict[str, str]:
         return {
@@ -714,6 +854,8 @@ def test_the_two_faces_have_the_same_methods_with_the_same_arguments(plain: type
     theirs.pop("aclose", None)  # asyncio's name for close
     if plain is Generation:
         assert ours.pop("__init__") == theirs.pop("__init__")
+    if plain is Session:  # made by a client only, each by its own
+        del ours["__init__"], theirs["__init__"]
     assert ours == theirs
 
 

@@ -5,7 +5,7 @@ import pytest
 from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import AtCapacity, BadInput, UnknownId, WrongState
 from microtome.planner.events import GiveUpWorker, StepDone
-from microtome.planner.sessions import LAST_SESSION_ID, Sessions
+from microtome.planner.sessions import LAST_LIFE, LAST_SESSION_ID, Sessions, life_of
 from microtome.planner.types import (
     CloneSequence,
     FinishReason,
@@ -189,6 +189,18 @@ def test_D11_after_the_largest_id_opening_is_refused_for_good() -> None:
     for _ in range(2):
         with pytest.raises(AtCapacity, match="session ids"):
             sessions.open("", "", opened=True)
+
+
+def test_D11_a_driver_that_lives_again_gives_none_of_its_earlier_ids() -> None:
+    earlier, later = Sessions(max_opened=9), Sessions(max_opened=9)
+    given = [earlier.open("", "", opened=True, life=life).id for life in (1, LAST_LIFE)]
+    given.append(earlier.clone(earlier.get(given[0]), None, life=1).id)
+    later.restore(given[0], "", "", opened=True)
+    fresh = [later.open("", "", opened=True, life=2).id for _ in range(4)]
+    fresh.append(later.open("", "", opened=False).id)
+    assert len({*given, *fresh}) == 8
+    assert [life_of(session) for session in (*given, *fresh)] == [1, LAST_LIFE, 1, 2, 2, 2, 2, 0]
+    assert max(given) <= LAST_SESSION_ID
 
 
 def test_D12_opening_beyond_the_capacity_is_refused_and_clones_count() -> None:

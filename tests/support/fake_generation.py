@@ -170,6 +170,26 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         self._note(request, context)
         return self.status
 
+    def OpenSession(self, request: pb.OpenSessionRequest, context: grpc.ServicerContext) -> pb.Session:
+        self._note(request, context)
+        return pb.Session(session_id="s-1")
+
+    def CloneSession(self, request: pb.CloneSessionRequest, context: grpc.ServicerContext) -> pb.Session:
+        self._note(request, context)
+        return pb.Session(session_id="s-2", length=request.upto)
+
+    def RewindSession(self, request: pb.RewindSessionRequest, context: grpc.ServicerContext) -> pb.Session:
+        self._note(request, context)
+        return pb.Session(session_id=request.session_id, length=request.position)
+
+    def GetSession(self, request: pb.GetSessionRequest, context: grpc.ServicerContext) -> pb.Session:
+        self._note(request, context)
+        return pb.Session(session_id=request.session_id, length=17)
+
+    def CloseSession(self, request: pb.CloseSessionRequest, context: grpc.ServicerContext) -> pb.CloseSessionResponse:
+        self._note(request, context)
+        return pb.CloseSessionResponse()
+
     def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: grpc.ServicerContext
     ) -> admin_pb2.DrainWorkerResponse:
