@@ -24,6 +24,7 @@ class PlannerConfig:
     target_step_ms: float | None = None  # prefill joins a step only up to this predicted time; None: no such bound
     max_session_tokens: int | None = None  # prompt and output together; None: what the worker's rows hold
     max_sessions: int = 4096  # opened by callers and not yet closed
+    session_idle_ms: int = 3_600_000  # one that is open and not used for this long is closed; 0: never
     max_waiting: int = 1024  # generations without a first step
     max_waiting_tokens: int = 4_194_304  # their prompts together
     prefix_cache: bool = True  # sessions share the cells of equal beginnings
@@ -37,6 +38,7 @@ class PlannerConfig:
     def __post_init__(self) -> None:
         _at_least("plan_ahead", self.plan_ahead, 1)
         _at_least("max_sessions", self.max_sessions, 1)
+        _at_least("session_idle_ms", self.session_idle_ms, 0)
         _at_least("max_waiting", self.max_waiting, 1)
         _at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
         _at_least("headroom_tokens", self.headroom_tokens, 0)

@@ -131,6 +131,7 @@ class Control:
             case Tick():
                 self._find_hangs()
                 self._end_drains()
+                self._close_unused()
             case StepFailed():
                 self._step_failed(event)
             case WorkerJoined():
@@ -444,6 +445,7 @@ class Control:
             )
         )
         session.generation = None
+        self._sessions.used(session, self._now)
         if g.delivered:
             session.pending = True
         elif g.consumed > g.base:
@@ -653,6 +655,7 @@ class Control:
         note, options = found.note, found.options
         session = self._sessions.restore(note.session, note.tenant, note.cache_salt, opened=note.opened)
         session.transcript, session.model = found.transcript, w.served
+        self._sessions.used(session, self._now)
         if options is None or note.generation is None:
             session.pending = note.pending is not None
             w.adopt(session, sequence, None, sampled=False)
@@ -877,11 +880,13 @@ class Control:
         except Refused as error:
             self._out.append(SessionAnswer(ticket=event.ticket, error=error))
         else:
+            self._sessions.used(session, self._now)
             self._out.append(SessionAnswer(ticket=event.ticket, session=session.id, length=session.length))
 
     def _clone_session(self, event: CloneSession) -> Session:
         source = self._sessions.get(event.source)
         twin = self._sessions.clone(source, event.upto, event.life)
+        self._sessions.used(source, self._now)
         twin.model = source.model
         w = self._worker_of(source.resident)
         if w is not None and not w.draining and source.resident is not None and not source.resident.leaving:
@@ -899,6 +904,16 @@ class Control:
 
     def _close_session(self, event: CloseSession) -> Session:
         session = self._sessions.get(event.session)
+        self._close(session)
+        return session
+
+    def _close_unused(self) -> None:
+        """Whoever opened them has forgotten them, or has died."""
+        if self._config.session_idle_ms:
+            for session in self._sessions.unused_since(self._now - self._config.session_idle_ms * 1000):
+                self._close(session)
+
+    def _close(self, session: Session) -> None:
         if session.generation is not None:
             self._finish(session.generation, FinishReason.CANCELLED)
         self._sessions.close(session)
@@ -906,7 +921,6 @@ class Control:
         if w is not None and r is not None:
             w.leave(r)
             self._changed[w.id] = w
-        return session
 
     # --- going on ---
 

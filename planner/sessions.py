@@ -70,6 +70,7 @@ class Sessions:
         self._opened = 0
         self._last_id = 0
         self._by_id: dict[SessionId, Session] = {}
+        self._used_us: dict[SessionId, int] = {}  # of opened ones: when they were last used, the earliest first
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -121,8 +122,26 @@ class Sessions:
             raise WrongState(f"session {session} is live already")
         return self._add(session, tenant, cache_salt, opened=opened)
 
+    def used(self, session: Session, at_us: int) -> None:
+        """A caller has just called for it, or its generation has ended. Times never go back."""
+        if session.opened and session.id in self._by_id:
+            self._used_us.pop(session.id, None)
+            self._used_us[session.id] = at_us
+
+    def unused_since(self, until_us: int) -> list[Session]:
+        """Opened sessions that nobody has used after `until_us`. Those that generate are in use."""
+        found: list[Session] = []
+        for number, at_us in self._used_us.items():
+            if at_us > until_us:
+                break
+            session = self._by_id[number]
+            if session.generation is None:
+                found.append(session)
+        return found
+
     def close(self, session: Session) -> None:
         """Forget the session; its cells are the caller's business."""
+        self._used_us.pop(session.id, None)
         if self._by_id.pop(session.id, None) is not None:
             self._opened -= session.opened
 

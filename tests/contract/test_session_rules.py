@@ -212,6 +212,50 @@ def test_D12_opening_beyond_the_capacity_is_refused_and_clones_count() -> None:
     assert cluster.open() == 3
 
 
+def test_D12_a_session_that_nobody_uses_is_closed_in_its_time_and_one_that_generates_is_not() -> None:
+    cluster = SmallCluster(PlannerConfig(max_sessions=4, session_idle_ms=1000))
+    idle, _ = spoken(cluster)
+    source, busy = cluster.open(), cluster.open()
+    cluster.now_us = 500_000
+    twin = cluster.clone(source).session
+    assert twin is not None
+    running = cluster.submit(PROMPT, 9, session=busy)
+    cluster.tick(999_999)
+    assert cluster.control.status().sessions == 4
+    assert cluster.cells_used() > 0
+    cluster.tick(1_000_000)
+    assert isinstance(cluster.rewind(idle, 1).error, UnknownId)
+    assert cluster.clone(source).error is None  # the first clone was its last use
+    cluster.tick(1_700_000)
+    assert isinstance(cluster.close(twin).error, UnknownId)
+    cluster.now_us = 2_000_000
+    cluster.run()
+    assert cluster.tokens[running] == expected(PROMPT, 9)
+    cluster.tick(2_900_000)
+    assert cluster.control.status().sessions == 1
+    cluster.tick(3_000_000)
+    assert cluster.control.status().sessions == 0
+    assert cluster.cells_used() == 0
+
+
+def test_D12_no_session_is_closed_for_being_idle_where_that_is_switched_off() -> None:
+    cluster = SmallCluster(PlannerConfig(session_idle_ms=0))
+    session, history = spoken(cluster)
+    cluster.tick(10**15)
+    assert cluster.transcript(session) == history
+
+
+def test_D12_a_restored_session_is_closed_too_when_nobody_comes_for_it() -> None:
+    cluster = SmallCluster(PlannerConfig(session_idle_ms=1000))
+    spoken(cluster)
+    cluster.restart_driver()
+    cluster.tick(999_999)
+    assert cluster.control.status().sessions == 1
+    cluster.tick(1_000_000)
+    assert cluster.control.status().sessions == 0
+    assert cluster.cells_used() == 0
+
+
 def test_D13_closing_frees_cells_and_a_second_close_is_an_unknown_id() -> None:
     cluster = SmallCluster(PlannerConfig(prefix_cache=False))
     session, _ = spoken(cluster)

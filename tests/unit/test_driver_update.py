@@ -146,6 +146,30 @@ async def test_each_models_text_is_read_and_written_by_its_own_tokenizer(monkeyp
         await updating
 
 
+async def test_a_session_ends_with_the_model_whose_tokens_it_holds() -> None:
+    async with in_process(fake_config("fake:step_ms=3")) as service, admin_of(service) as stub:
+        session = (await service.stub.OpenSession(pb.OpenSessionRequest())).session_id
+        unspoken = (await service.stub.OpenSession(pb.OpenSessionRequest())).session_id
+        await collect(service.stub, request([1, 2], max_new_tokens=5, session_id=session))
+        old = asyncio.create_task(collect(service.stub, request([3], max_new_tokens=400)))
+        await status_when(service.stub, lambda status: status.counters.output_tokens >= 20)
+        updating = stub.Update(admin.UpdateRequest(settings={"model": "other", "runtime.model": OTHER}))
+        await model_named(service.stub, "other")
+        for why in ("was replaced", "is served no more"):  # while the old model's last generation runs; and behind it
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await collect(service.stub, request([3], session_id=session))
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert refused.value.details() == f"session {session} is of a model that {why}"
+            if why == "was replaced":
+                assert tokens_of(await old) == undisturbed([3], 400)
+                await updating
+        spoken = await collect(service.stub, request([1, 2], max_new_tokens=20, session_id=unspoken))
+        assert tokens_of(spoken) == other_tokens([1, 2], 20)
+        for name in (session, unspoken):
+            await service.stub.CloseSession(pb.CloseSessionRequest(session_id=name))
+        await until_idle(service.stub)
+
+
 async def test_update_that_no_worker_survives_changes_nothing_and_says_why() -> None:
     async with in_process(fake_config("fake:step_ms=3")) as service, admin_of(service) as stub:
         running = asyncio.create_task(collect(service.stub, request([5], max_new_tokens=200)))
