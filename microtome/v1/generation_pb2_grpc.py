@@ -116,9 +116,9 @@ class GenerationServicer:
     def OpenSession(self, request, context):
         """A session keeps a history of tokens, so that each generation in it runs only what is new. It is open until it is
         closed, or until it was not used for as long as the service is configured to keep it (an hour, if it is not told).
-        RESOURCE_EXHAUSTED when as many are open as may be. For the calls on a session, NOT_FOUND: no such session is
-        open. A driver that was restarted knows a session of before by the same id if it lay on a worker that lived on; one
-        that had been moved off its worker for lack of room, or whose worker was lost, is gone. No id is ever given twice.
+        RESOURCE_EXHAUSTED when as many are open as may be. For the calls on a session, NOT_FOUND: no such session is open.
+        A driver that was restarted knows a session of before by the same id if it lay on a worker that lived on; one that
+        had run nothing yet, had made room for others, or lay on a lost worker is gone. No id is ever given twice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

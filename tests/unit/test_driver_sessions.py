@@ -222,6 +222,35 @@ async def test_a_restarted_driver_knows_the_sessions_that_workers_hold_and_no_ot
     assert not broken
 
 
+async def test_a_generation_in_a_session_goes_on_behind_a_restart_of_the_driver_and_so_does_the_session() -> None:
+    config = fake_config("fake:step_ms=3", **NO_CACHE)
+    workers = InProcessWorkers(config)
+    broken: list[BaseException] = []
+    first = DriverHost(config, SECRET, workers, failed=broken.append)
+    await first.start()
+    await first.wait_ready()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{first.port}") as channel:
+        stub = rpc.GenerationStub(channel)
+        session = await opened(stub)
+        history = [5] * 20 + await turn(stub, session, [5] * 20, 10)
+        call = stub.Generate(request([6], max_new_tokens=200, generation_id="g", session_id=session))
+        tokens = list((await call.read()).token_ids)
+        await first.leave()
+    second = DriverHost(config, SECRET, workers, failed=broken.append)
+    await second.start(restarted=True)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
+            stub = rpc.GenerationStub(channel)
+            resumed = await rest_of(stub.Resume(pb.ResumeRequest(generation_id="g", offset=len(tokens))))
+            tokens += [token for response in resumed for token in response.token_ids]
+            assert tokens == undisturbed([*history, 6], 200)
+            assert await turn(stub, session, [9], 5) == undisturbed([*history, 6, *tokens, 9], 5)
+    finally:
+        await second.stop()
+        await workers.end_all()
+    assert not broken
+
+
 async def test_the_session_of_a_caller_who_hangs_up_meanwhile_is_closed() -> None:
     async with in_process(fake_config(planner__max_sessions=1)) as service:
         asking = asyncio.create_task(service.host.ask(OpenSession(at_us=service.host.now_us(), ticket=0)))

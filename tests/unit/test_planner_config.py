@@ -23,6 +23,7 @@ def worker(**executor: object) -> Capability:
         ({"max_prefill_tokens": 0}, "max_prefill_tokens 0 is below 1"),
         ({"max_session_tokens": 1}, "max_session_tokens 1 is below 2"),
         ({"max_sessions": 0}, "max_sessions 0"),
+        ({"session_idle_ms": -1}, "session_idle_ms -1 is below 0"),
         ({"max_waiting": 0}, "max_waiting 0"),
         ({"max_waiting_tokens": 0}, "max_waiting_tokens 0"),
         ({"headroom_tokens": -1}, "headroom_tokens -1"),
