@@ -20,7 +20,8 @@ class Arena:
     """`size` bytes for tensors on the CPU."""
 
     def __init__(self, size: int) -> None:
-        mapping = mmap.mmap(-1, size + HUGE_PAGE)
+        # Private: what is shared would be a file in memory, to which the advice does not apply.
+        mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive

@@ -1,6 +1,7 @@
 """Linear layers over packed weights against torch's own, on each unit this CPU has."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,3 +141,21 @@ def test_an_arena_hands_out_aligned_zeros_until_it_is_full() -> None:
         arena.empty((1,), torch.uint8)
     del arena
     assert first.tolist() == [7, 7, 7]  # tensors keep the memory alive
+
+
+def test_an_arena_is_private_memory_on_which_large_pages_are_advised() -> None:
+    """Shared anonymous memory is a file to the kernel, which leaves it on small pages."""
+    held = Arena(HUGE_PAGE).empty((1,), torch.uint8)
+    found: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            low, high = (int(part, 16) for part in words[0].split("-"))
+            inside = low <= held.data_ptr() < high
+        if inside and words[0] == "VmFlags:":
+            found["flags"] = line
+        elif inside and "-" in words[0]:
+            found["permissions"] = words[1]
+    assert found["permissions"] == "rw-p"
+    assert " hg" in found["flags"]
