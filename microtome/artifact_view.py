@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from microtome.local import server_part
+from microtome.planner.errors import BadConfig
 from microtome.planner.types import Capability
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ _KV_TOKENS = 4096  # of the pool in which the methods are measured
 def artifact_view(path: Path, *, threads: int | None = None) -> RenderableType:
     """Read the artifact, every check included, start it, and describe both. Raises BadConfig."""
     artifacts, options_of = server_part("cuda_runtime.artifact"), server_part("cuda_runtime.options").RuntimeOptions
+    _check_artifact(path, artifacts.MANIFEST)
     manifest = artifacts.read_manifest(path)
     device, widest = manifest.machine.partition(" ")[0], manifest.max_step_tokens
     options = options_of(
@@ -32,6 +34,15 @@ def artifact_view(path: Path, *, threads: int | None = None) -> RenderableType:
     )
     capability = server_part("cuda_runtime.executor").build_executor(options).describe()
     return Group(_facts(manifest), Text(), _files(manifest), Text(), _methods(capability))
+
+
+def _check_artifact(path: Path, manifest: str) -> None:
+    if not path.exists():
+        raise BadConfig(f"artifact {path}: no such folder")
+    if not (path / manifest).is_file():
+        raise BadConfig(
+            f"artifact {path}: it is none, as it holds no {manifest}; `microtome export MODEL FOLDER` makes one"
+        )
 
 
 def _facts(manifest: "Manifest") -> RenderableType:

@@ -212,6 +212,17 @@ def test_what_is_no_model_is_told_before_a_ray_or_a_model_library_is_loaded(
     assert serving.stderr.count("\n") == 1
 
 
+def test_inspect_of_what_is_no_artifact_says_what_one_is(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("no artifact")
+    for path in (tmp_path, file):
+        told = sentence(run("inspect", str(path)))
+        assert told == (
+            f"artifact {path}: it is none, as it holds no manifest.json; `microtome export MODEL FOLDER` makes one"
+        )
+    assert sentence(run("inspect", str(tmp_path / "absent"))) == f"artifact {tmp_path / 'absent'}: no such folder"
+
+
 def test_an_unknown_model_name_is_told_with_the_known_ones() -> None:
     assert sentence(run("fetch", "gpt-9")) == "no model is called 'gpt-9'; known: smollm2-135m"
 
