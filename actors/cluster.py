@@ -34,6 +34,7 @@ from microtome.actors import ray_private
 from microtome.actors.config import ServiceConfig
 from microtome.actors.crew import StartOrder
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
+from microtome.actors.stages import Stage, within
 from microtome.actors.worker import WorkerActor
 from microtome.planner.errors import BadConfig, BatchingError, WorkerLost
 from microtome.planner.types import WorkerId
@@ -44,6 +45,7 @@ OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it; Ray wants so
 DOWN_TIMEOUT_S = 30.0
 ADOPT_TIMEOUT_S = 5.0  # for a worker of an earlier life to answer
 CALL_TIMEOUT_S = 10.0  # for the driver to answer a manager's call
+STAGE_REPORT_S = 0.5  # between two looks at what a start is about
 PLACE_REPORT_S = 5.0  # between two looks at what a place still lacks
 CONNECT_TIMEOUT_S = 2.0  # to find out that nobody listens where a cluster's head should be
 LOCAL_PLACE_TIMEOUT_S = 10.0  # on a Ray of our own no node ever comes
@@ -104,15 +106,22 @@ class Names:
 # --- for whoever manages services ---
 
 
-def up(config: ServiceConfig, *, ray_address: str | None = None, join: bool = False) -> Endpoint:
+def up(
+    config: ServiceConfig,
+    *,
+    ray_address: str | None = None,
+    join: bool = False,
+    tell: Callable[[Sequence[Stage]], None] = lambda stages: None,
+) -> Endpoint:
     """Start the service and wait until its first workers can take work.
 
     `ray_address` None: the Ray this process is connected to, or else a Ray of its own on this machine, loopback only,
     which ends with this process. Raises `BadConfig` (with nothing left behind) for a service name or port in use, a
     model that cannot be loaded, or resources that no node has; a service of that name is joined instead of refused
-    when `join`.
+    when `join`. `tell` is called now and again with what goes on meanwhile; compiling is limited by no timeout.
     """
     names = Names.of(config)
+    tell([Stage("Ray")])
     if ray_address is None and not ray.is_initialized():
         _check_port(config)  # before a Ray is started for nothing
         _start_local_ray(config)
@@ -124,6 +133,7 @@ def up(config: ServiceConfig, *, ray_address: str | None = None, join: bool = Fa
         _connect(ray_address, names.namespace)
     if config.service.port == 0:
         config = replace(config, service=replace(config.service, port=_free_port(config.service.host)))
+    tell([Stage("the driver")])
     if _find_driver(names) is None:
         _remove_remains(names)
     try:
@@ -138,11 +148,27 @@ def up(config: ServiceConfig, *, ray_address: str | None = None, join: bool = Fa
         return Endpoint(service=names.service, address=address, ray_address=_ray_address(), joined=True)
     try:
         timeout_s = config.workers.place_timeout_s + config.workers.start_timeout_s
-        address = _get(driver.wait_ready.remote(), timeout_s=timeout_s)
+        address = _wait_ready(driver, timeout_s, tell)
     except BaseException:
         down(names.service, namespace=names.namespace)
         raise
     return Endpoint(service=names.service, address=address, ray_address=_ray_address(), joined=False)
+
+
+def _wait_ready(driver: Any, timeout_s: float, tell: Callable[[Sequence[Stage]], None]) -> str:
+    """The service's address. The driver limits each worker's start; who limits the driver is this, by `timeout_s`
+    without a word from it."""
+    ready = driver.wait_ready.remote()
+    while True:
+        starting, end = driver.starting.remote(), time.monotonic() + timeout_s
+        while not ray.wait([ready, starting], timeout=STAGE_REPORT_S)[0]:
+            if time.monotonic() > end:
+                raise WorkerLost(f"the driver did not answer within {timeout_s:g} s")
+        if ray.wait([ready], timeout=0)[0]:
+            return str(_get(ready, timeout_s))
+        tell(_get(starting, timeout_s))
+        if ray.wait([ready], timeout=STAGE_REPORT_S)[0]:
+            return str(_get(ready, timeout_s))
 
 
 def down(service: str, *, namespace: str = "", ray_address: str | None = None) -> Downed:
@@ -514,7 +540,13 @@ class RayWorkers:
             group = await self._place(worker, order.waits)
             order.placed()
             actor = await _in_thread(self._create, order, group)
-            endpoint: WorkerEndpoint = await asyncio.wait_for(actor.start.remote(), timeout_s)
+            endpoint: WorkerEndpoint = await within(
+                timeout_s,
+                actor.start.remote(),
+                stage=lambda: _stage(actor),
+                tell=order.tells,
+                period_s=STAGE_REPORT_S,
+            )
         except TimeoutError as error:
             raise WorkerLost(f"{worker} was not ready within {timeout_s:g} s") from error
         except (RayError, ValueError) as error:  # a name that is still taken is a ValueError
@@ -647,6 +679,14 @@ class RayWorkers:
         task = asyncio.create_task(watch())
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
+
+
+async def _stage(actor: Any) -> Stage | None:
+    try:
+        stage: Stage | None = await asyncio.wait_for(actor.stage.remote(), ADOPT_TIMEOUT_S)
+    except (TimeoutError, RayError):
+        return None  # why it does not answer, the call that starts it will tell
+    return stage
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

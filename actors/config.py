@@ -89,9 +89,10 @@ class WorkersSection:
     cpus: float = 1  # each
     gpus: float | None = None  # each; None: one when the device is CUDA, else none
     place_timeout_s: float = 600.0  # from asking for a place to having it; an autoscaler adds a node meanwhile
-    start_timeout_s: float = 900.0  # from the place to ready; loading and capture included
+    start_timeout_s: float = 900.0  # from the place to ready; loading and capture included, compiling not
     hang_timeout_s: float = 30.0  # a step, or an idle probe, finishes within this (beside the step's predicted time)
     orphan_timeout_s: float = 60.0  # a worker that hears no driver for this long ends itself
+    gone_s: float = 600.0  # status shows a worker that has ended, or was lost, for this long
     executor: str = DEFAULT_EXECUTOR  # "module:function", called with the runtime section
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class WorkersSection:
             raise BadConfig(f"workers.cpus {self.cpus:g} is not 0 or more")
         if self.gpus is not None and not 0 <= self.gpus <= 1:
             raise BadConfig(f"workers.gpus {self.gpus:g} is not in 0 to 1: a worker has one device")
-        for name in ("place_timeout_s", "start_timeout_s", "hang_timeout_s", "orphan_timeout_s"):
+        for name in ("place_timeout_s", "start_timeout_s", "hang_timeout_s", "orphan_timeout_s", "gone_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise BadConfig(f"workers.{name} {getattr(self, name):g} is not a positive number of seconds")
         if not _IMPORT_STRING.fullmatch(self.executor):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from microtome.actors.config import ServiceConfig
 from microtome.actors.link import WorkerEndpoint
+from microtome.actors.stages import Stage
 from microtome.actors.worker_client import WorkerClient
 from microtome.cuda_runtime.options import RuntimeOptions
 from microtome.planner.errors import BatchingError, WorkerLost
@@ -30,7 +31,7 @@ from microtome.planner.types import Capability, Incarnation, StepPlan, WorkerId
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 8  # lost workers that status still shows
+REMEMBERED = 8  # workers that are gone and that status still shows, at most
 LEAVE_EARLY_S = 5.0  # before a node's deadline a worker has to be empty
 
 Post = Callable[
@@ -47,6 +48,7 @@ class StartOrder:
     runtime: RuntimeOptions
     waits: Callable[[str], None]  # now and again while it has no place, with what is missing
     placed: Callable[[], None]  # once, when it has one
+    tells: Callable[[Stage], None]  # now and again while it starts there, with what it is about
     ended: Callable[[str], None]  # once, with the cause, if the process ends by itself after it was ready
 
 
@@ -74,7 +76,11 @@ class State(Enum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    ENDED = "ended"  # in order
     LOST = "lost"
+
+
+GONE = (State.ENDED, State.LOST)
 
 
 @dataclass(slots=True)
@@ -85,6 +91,7 @@ class Member:
     state: State
     since_us: int
     cause: str = ""
+    compiles: bool = False  # while it starts: no limit counts that
     client: WorkerClient | None = None
     capability: Capability | None = None
     revision: int = 0  # of the settings it was started with
@@ -124,11 +131,22 @@ class Crew:
 
     @property
     def members(self) -> Sequence[Member]:
-        return tuple(self._members.values())
+        """Those that are gone are among them for a while."""
+        forgotten_us = self._now_us() - int(self._config.workers.gone_s * 1e6)
+        return tuple(m for m in self._members.values() if m.state not in GONE or m.since_us > forgotten_us)
 
     @property
     def ready(self) -> int:
         return sum(member.state is State.READY for member in self._members.values())
+
+    @property
+    def starting(self) -> Sequence[Stage]:
+        """What the workers that start are about, each with its worker's name."""
+        return tuple(
+            Stage(f"{member.worker}: {member.cause or 'its process'}", member.compiles)
+            for member in self._members.values()
+            if member.state is State.STARTING
+        )
 
     async def capability(self) -> Capability:
         """What the service's workers are; waits for the first one that ever joined."""
@@ -157,7 +175,7 @@ class Crew:
             try:
                 await self._join(member, endpoint)
             except BatchingError as error:
-                self._mark_lost(member, str(error))
+                self._mark(member, State.LOST, str(error))
                 await self._retire(member)
         return self.ready
 
@@ -205,9 +223,9 @@ class Crew:
         member = self._members.get(worker)
         if member is None or member.endpoint is None or member.endpoint.incarnation != incarnation:
             return
-        if member.state is not State.LOST:
+        if member.state not in GONE:
             log.warning("%s (pid %d) is lost: %s", worker, member.endpoint.pid, cause)
-            self._mark_lost(member, cause)
+            self._mark(member, State.LOST, cause)
             self._spawn(self._retire(member))
 
     def released(self, worker: WorkerId) -> None:
@@ -219,7 +237,7 @@ class Crew:
         if member is None or member.state not in (State.DRAINING, State.STARTING):
             return
         drained = member.state is State.DRAINING
-        self._mark_lost(member, f"drained: {member.cause}" if drained else "it was not wanted any more")
+        self._mark(member, State.ENDED, f"drained: {member.cause}" if drained else "it was not wanted any more")
         self._spawn(self._retire(member))
 
     async def stop(self) -> None:
@@ -228,10 +246,11 @@ class Crew:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for member in self.members:
-            if member.state is not State.LOST:
-                self._mark_lost(member, "the service stops")
-        await asyncio.gather(*(self._retire(member) for member in self.members), return_exceptions=True)
+        members = tuple(self._members.values())
+        for member in members:
+            if member.state not in GONE:
+                self._mark(member, State.ENDED, "the service stops")
+        await asyncio.gather(*(self._retire(member) for member in members), return_exceptions=True)
 
     async def leave(self) -> None:
         """Close the links and leave the workers running, for the driver's next life."""
@@ -254,13 +273,14 @@ class Crew:
                 runtime=self._runtimes[member.revision],
                 waits=lambda missing: self._waits(member, missing),
                 placed=lambda: self._placed(member),
+                tells=lambda stage: self._tells(member, stage),
                 ended=lambda cause: self._ended(worker, cause),
             )
             endpoint = await self._starter.start(order)
             await self._join(member, endpoint)
         except BatchingError as error:
             log.error("%s did not start: %s", worker, error)
-            self._mark_lost(member, str(error))
+            self._mark(member, State.LOST, str(error))
             self._failure = self._failure or error
             self._ready.set()
             await self._retire(member)
@@ -290,8 +310,8 @@ class Crew:
         self._most_ready = max(self._most_ready, self.ready)
         self._ready.set()
 
-    def _mark_lost(self, member: Member, cause: str) -> None:
-        member.state, member.cause, member.since_us = State.LOST, cause, self._now_us()
+    def _mark(self, member: Member, state: State, cause: str) -> None:
+        member.state, member.cause, member.since_us = state, cause, self._now_us()
 
     async def _retire(self, member: Member) -> None:
         """Close the link first: whatever the process still answers is dropped from then on."""
@@ -303,8 +323,8 @@ class Crew:
             await member.client.close()
         await self._starter.end(member.worker)
         member.ended.set()
-        lost = [m.worker for m in self._members.values() if m.state is State.LOST]
-        for worker in lost[:-REMEMBERED]:
+        gone = [m.worker for m in self._members.values() if m.state in GONE]
+        for worker in gone[:-REMEMBERED]:
             del self._members[worker]
 
     def _waits(self, member: Member, missing: str) -> None:
@@ -315,6 +335,12 @@ class Crew:
     def _placed(self, member: Member) -> None:
         member.cause = ""
         self._post(WorkerPlaced(at_us=self._now_us(), worker=member.worker))
+
+    def _tells(self, member: Member, stage: Stage) -> None:
+        if member.state is State.STARTING:
+            if member.cause != stage.name:
+                log.info("%s starts: %s", member.worker, stage.name)
+            member.cause, member.compiles = stage.name, stage.compiles
 
     def _ended(self, worker: WorkerId, cause: str) -> None:
         member = self._members.get(worker)

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +33,7 @@ from microtome.actors.metrics import Metrics, Observation
 from microtome.actors.report import status_response
 from microtome.actors.requests import ServedModel
 from microtome.actors.revisions import Revisions, RevisionStore
+from microtome.actors.stages import Stage
 from microtome.actors.text import ModelText, load_model_text
 from microtome.planner.control import Control
 from microtome.planner.errors import BadConfig, BatchingError, UnknownId, WorkerLost, WrongState
@@ -179,6 +180,11 @@ class DriverHost:
         """Until as many workers as configured can take work. Raises what kept the first one from starting."""
         await self.front_end.text()
         await self._crew.wait_ready(self._config.first_workers)
+
+    @property
+    def starting(self) -> Sequence[Stage]:
+        """What the workers that start are about."""
+        return self._crew.starting
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """End the service: clients first, then the loop, then the workers."""

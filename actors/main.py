@@ -10,6 +10,7 @@ import ray
 from microtome.actors.cluster import RaySettings, RayWorkers
 from microtome.actors.config import ServiceConfig
 from microtome.actors.driver import DriverHost
+from microtome.actors.stages import Stage
 from microtome.planner.errors import BadConfig
 
 BROKEN = 70  # exit code of a driver whose loop broke: Ray starts it anew
@@ -47,6 +48,10 @@ class DriverActor:
             raise self._refusal
         await self._host.wait_ready()
         return await self.address()
+
+    async def starting(self) -> tuple[Stage, ...]:
+        """What the workers that start are about."""
+        return tuple(self._host.starting)
 
     async def address(self) -> str:
         """ "host:port" for clients: the node's own address where the port is bound to every one."""

@@ -124,7 +124,9 @@ def _workers(seen: Observation) -> Iterator[Metric]:
     states = dict.fromkeys(State, 0)
     for member in seen.members:
         states[member.state] += 1
-    count = GaugeMetricFamily("microtome_workers", "Workers by state; lost ones are the recent", labels=["state"])
+    count = GaugeMetricFamily(
+        "microtome_workers", "Workers by state; of those that are gone the recent", labels=["state"]
+    )
     for state, number in states.items():
         count.add_metric([state.value], number)
     yield count

@@ -25,6 +25,7 @@ from microtome.actors.connection import bind
 from microtome.actors.health import StepHealth
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
 from microtome.actors.mailbox import Mailbox
+from microtome.actors.stages import Stage, StageListener
 from microtome.actors.step_runner import StepRunner
 from microtome.actors.step_thread import StepThread
 from microtome.actors.worker_service import SecretInterceptor, WorkerService
@@ -206,6 +207,8 @@ class WorkerActor:
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
         )
+        self._stages = StageListener()
+        logging.getLogger("microtome.runtime").addHandler(self._stages)
         self._spec = spec
         self._process: WorkerProcess | None = None
 
@@ -222,6 +225,10 @@ class WorkerActor:
     async def endpoint(self) -> WorkerEndpoint | None:
         """None while it is not ready: for a driver that has restarted and looks for its workers by name."""
         return None if self._process is None else self._process.endpoint
+
+    async def stage(self) -> Stage | None:
+        """What `start` is about; None: nothing that takes time yet."""
+        return self._stages.newest
 
     async def life(self) -> None:
         """Never returns: the call fails when the process ends, which is how Ray tells the driver of it."""

@@ -7,12 +7,15 @@ processes that want the same one end with one: the second waits for the first.
 
 import hashlib
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 from microtome.cuda_runtime import artifact
@@ -120,13 +123,41 @@ def _make_if_absent(
     target: Target,
     start_up: StartUp,
 ) -> None:
+    if artifact.is_artifact(path):
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
+        with _sole_maker(path, start_up):
             if not artifact.is_artifact(path):
                 make_artifact(path, options, checkpoint, content, target, start_up)
     except OSError as error:
         raise BadConfig(f"artifact_folder {path.parent}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _sole_maker(path: Path, start_up: StartUp) -> Iterator[None]:
+    """Holds the lock on the artifact at `path`; says who is waited for."""
+    lock, maker = FileLock(f"{path}.lock"), Path(f"{path}.maker")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        who = f"process {found}" if (found := _text(maker)) else "another process"
+        with start_up.stage("wait", f"waiting for {who}, which compiles the same: minutes, once", compiles=True):
+            lock.acquire()
+    try:
+        maker.write_text(str(os.getpid()))
+        yield
+    finally:
+        maker.unlink(missing_ok=True)
+        lock.release()
+
+
+def _text(file: Path) -> str:
+    """Empty where there is none."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def make_artifact(
@@ -153,7 +184,8 @@ def make_artifact(
     )
 
     def compile_into(folder: Path) -> None:
-        with start_up.stage("export and compile"):
+        says = f"compiling the methods for this machine: minutes, once, then kept at {path}"
+        with start_up.stage("export and compile", says, compiles=True):
             compile_programs(request, folder)
 
     with start_up.stage("write"):

@@ -16,7 +16,9 @@ class StartUp:
         self._inner_s = [0.0]
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, says: str = "", *, compiles: bool = False) -> Iterator[None]:
+        """`says`: what is logged when it begins, for who waits. `compiles`: it takes minutes, as only compiling may."""
+        _log.info("%s …", says or name, extra={"stage": says or name, "compiles": compiles})
         started_s = time.perf_counter()
         self._inner_s.append(0.0)
         try:

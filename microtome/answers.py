@@ -72,7 +72,7 @@ class WorkerState:
     """One worker, as the service sees it."""
 
     name: str
-    state: str  # "starting", "ready", "draining", "lost"
+    state: str  # "starting", "ready", "draining", "ended", "lost"
     cause: str  # why it is not ready; empty when it is
     device: str
     address: str

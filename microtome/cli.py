@@ -92,7 +92,11 @@ def serve(
     port: Annotated[int | None, typer.Option(show_default="50051", help="Port to listen on; 0: any free one.")] = None,
     workers: Annotated[int | None, typer.Option(show_default="1", help="How many, one device each.")] = None,
     min_workers: Annotated[
-        int | None, typer.Option(show_default="--workers", help="However little there is to do; may be 0.")
+        int | None,
+        typer.Option(
+            show_default="--workers",
+            help="However little there is to do; 0: the first call starts one, --idle-s ends it.",
+        ),
     ] = None,
     max_workers: Annotated[
         int | None, typer.Option(show_default="--workers", help="However much there is to do.")
@@ -105,6 +109,9 @@ def serve(
     kv_tokens: KvTokens = None,
     max_step_tokens: MaxStepTokens = None,
     threads: Threads = None,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Compile nothing: ready sooner the first time, slower ever after.")
+    ] = False,
     journal: Annotated[
         Path | None, typer.Option(show_default="none", help="Write down what the planner decides, for `replay`.")
     ] = None,
@@ -116,6 +123,8 @@ def serve(
     settings: Settings = None,
 ) -> None:
     """Serve MODEL in the foreground, until Ctrl-C or `microtome down`.
+
+    The first start compiles the model for this machine, which takes minutes, and keeps what was made in the cache.
 
     Settings come from defaults, --config, MICROTOME_… variables and the options here, each over those before.
     """
@@ -133,6 +142,7 @@ def serve(
         "runtime.kv_tokens": kv_tokens,
         "runtime.max_step_tokens": max_step_tokens,
         "runtime.threads": threads,
+        "runtime.methods": "eager" if eager else None,
         "journal.path": None if journal is None else str(journal.absolute()),
     }
     compiled = {"runtime.methods": "compiled"}  # worth a slow first start: the others find it done

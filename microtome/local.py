@@ -11,17 +11,19 @@ import importlib
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from microtome.planner.errors import BadConfig
 
 if TYPE_CHECKING:
     from microtome.actors.cluster import Downed, Endpoint
     from microtome.actors.config import ServiceConfig
+    from microtome.actors.stages import Stage
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"  # of a service, when nothing else is said
 WATCH_S = 0.5  # between two looks whether the service is still there
@@ -56,24 +58,29 @@ def configuration(*layers: Mapping[str, object]) -> "ServiceConfig":
 
 
 @contextmanager
-def busy(console: Console, what: str, *, plainly: bool = True) -> Iterator[None]:
-    """Say what is going on while it goes on: a spinner on a terminal; elsewhere a line, unless `plainly` is False."""
+def busy(console: Console, what: str, *, plainly: bool = True) -> Iterator[Callable[[str], None]]:
+    """Say what is going on while it goes on: a spinner on a terminal; elsewhere a line, unless `plainly` is False.
+
+    The block gets a function that says more of it, behind `what`, on a terminal only.
+    """
     if console.is_terminal:
-        with console.status(what):
-            yield
+        with console.status(escape(what)) as status:
+            yield lambda more: status.update(escape(f"{what}: {more}"))
         return
     if plainly:
         console.print(what, soft_wrap=True, markup=False)
-    yield
+    yield lambda more: None
 
 
 @contextmanager
-def running(config: "ServiceConfig", ray_address: str | None = None) -> "Iterator[Endpoint]":
+def running(
+    config: "ServiceConfig", ray_address: str | None = None, tell: "Callable[[Sequence[Stage]], None]" = lambda _: None
+) -> "Iterator[Endpoint]":
     """Bring the service up, and take it down when the block is left.
 
     `ray_address` None: on a Ray of its own, which ends too. Raises BadConfig when it cannot be started; a service of
     that name which was there before is left alone. In the main thread, SIGTERM leaves the block like Ctrl-C does, then
-    raises SystemExit; one more of either is ignored while things are taken down.
+    raises SystemExit; one more of either is ignored while things are taken down. `tell`: as for `cluster.up`.
     """
     if ray_address is None:
         _check_model_is_here(config)
@@ -82,7 +89,7 @@ def running(config: "ServiceConfig", ray_address: str | None = None) -> "Iterato
     # A signal to the whole process group (`timeout`, systemd) ends our own Ray beside us, and all that ran on it.
     gone = suppress(ray.exceptions.RayError) if ray_address is None and not ray.is_initialized() else nullcontext()
     with _sigterm_leaves(), _disconnected_after(ray):
-        endpoint: Endpoint = cluster.up(config, ray_address=ray_address)
+        endpoint: Endpoint = cluster.up(config, ray_address=ray_address, tell=tell)
         try:
             yield endpoint
         finally:
@@ -98,16 +105,24 @@ def serve(config: "ServiceConfig", ray_address: str | None, output: Console, rem
     """
     service, began = config.service.name, time.monotonic()
     with ExitStack() as stack:
-        with busy(remarks, f"starting {service!r} with {config.model}", plainly=False):
-            endpoint = stack.enter_context(running(config, ray_address))
+        with busy(remarks, f"starting {service!r} with {config.model}", plainly=False) as say:
+            endpoint = stack.enter_context(running(config, ray_address, _told(say, remarks)))
         elsewhere = "" if endpoint.address == DEFAULT_ADDRESS else f" --address {endpoint.address}"
-        count = config.workers.count
+        scaling = config.workers.scaling
+        count, device = config.first_workers, config.runtime.device
+        workers = f"{count} worker{'' if count == 1 else 's'} on {device}"
+        if not count:
+            workers = f"no worker yet: the first call starts one on {device}"
         try:
             output.print(
-                f"ready: {config.model} at {endpoint.address}, {count} worker{'' if count == 1 else 's'} "
-                f"on {config.runtime.device}, after {time.monotonic() - began:.1f} s",
+                f"ready: {config.model} at {endpoint.address}, {workers}, after {time.monotonic() - began:.1f} s",
                 f'  try   microtome generate "Once upon a time"{elsewhere}',
                 f"  stop  Ctrl-C, or: microtome down{elsewhere}",
+                *(
+                    []
+                    if scaling.min_workers
+                    else [f"  idle  no worker after {scaling.idle_s:g} s, until the next call"]
+                ),
                 sep="\n",
                 soft_wrap=True,
                 highlight=False,
@@ -119,6 +134,20 @@ def serve(config: "ServiceConfig", ray_address: str | None, output: Console, rem
         except KeyboardInterrupt:
             remarks.print(f"taking {service!r} down", markup=False, highlight=False)
             raise
+
+
+def _told(say: Callable[[str], None], remarks: Console) -> "Callable[[Sequence[Stage]], None]":
+    """Shows what a start is about; what takes minutes gets a line of its own, once."""
+    lines: set[str] = set()
+
+    def tell(stages: "Sequence[Stage]") -> None:
+        say(", ".join(stage.name for stage in stages))
+        for stage in stages:
+            if stage.compiles and stage.name not in lines:
+                lines.add(stage.name)
+                remarks.print(f"{stage.name} (--eager does without)", soft_wrap=True, markup=False, highlight=False)
+
+    return tell
 
 
 def down(service: str, namespace: str, ray_address: str | None) -> tuple[str, ...]:

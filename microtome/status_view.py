@@ -10,7 +10,7 @@ from microtome.terminal import one_line
 __all__ = ["UNWRAPPED", "status_view"]
 
 UNWRAPPED = 1000  # columns, where nothing is to be folded
-_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "lost": "red"}
+_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "ended": "dim", "lost": "red"}
 
 
 def status_view(state: ServiceStatus, model: Model, address: str) -> RenderableType:

@@ -174,6 +174,25 @@ def test_sigterm_while_it_starts_leaves_nothing(model: Path, start: Start, ray_f
     assert_nothing_left(ray_folder)
 
 
+def test_that_it_compiles_is_told_and_a_service_that_ends_then_leaves_no_compiler(
+    model: Path, start: Start, ray_folder: str, tmp_path: Path
+) -> None:
+    compiled = [*SMALL, "--set", "runtime.methods=compiled", "--set", f"runtime.artifact_folder={tmp_path}"]
+    serving = start("serve", str(model), "--port", "0", *compiled)
+    assert serving.stderr is not None
+    line = serving.stderr.readline()
+    assert line.startswith("worker-1: compiling the methods for this machine: minutes, once, then kept at "), (
+        line,
+        serving.communicate(timeout=WAIT_S),
+    )
+    assert str(tmp_path) in line
+    assert line.endswith(" (--eager does without)\n")
+    serving.terminate()
+    out, remarks = serving.communicate(timeout=WAIT_S)
+    assert (serving.returncode, out, remarks) == (143, "", "")
+    assert_nothing_left(ray_folder)
+
+
 def test_a_model_that_cannot_be_loaded_is_one_sentence_and_leaves_nothing(
     tmp_path: Path, start: Start, ray_folder: str
 ) -> None:

@@ -23,13 +23,13 @@ async def test_drained_worker_leaves_when_its_sessions_have_moved_and_another_ta
         running = [asyncio.create_task(collect(service.stub, request(p, max_new_tokens=150))) for p in prompts]
         await status_when(service.stub, lambda status: status.counters.output_tokens >= 100)
         drained = asyncio.create_task(service.host.drain(WorkerId("worker-1")))
-        status = await status_when(service.stub, lambda status: states(status)["worker-1"] == "lost")
+        status = await status_when(service.stub, lambda status: states(status)["worker-1"] == "ended")
         assert status.workers[0].cause == "drained: an operator asked for it"
         for prompt, task in zip(prompts, running, strict=True):
             assert tokens_of(await task) == undisturbed(prompt, 150)
         status = await until_idle(service.stub)
         assert service.workers.ended == ["worker-1"]
-        assert states(status) == {"worker-1": "lost", "worker-2": "ready", "worker-3": "ready"}
+        assert states(status) == {"worker-1": "ended", "worker-2": "ready", "worker-3": "ready"}
         await drained
 
 
@@ -40,15 +40,23 @@ async def test_only_worker_is_drained_after_its_successor_has_come() -> None:
         drained = asyncio.create_task(service.host.drain(WorkerId("worker-1")))
         assert tokens_of(await running) == undisturbed([3], 150)
         await drained
-        status = await status_when(service.stub, lambda status: states(status)["worker-1"] == "lost")
+        status = await status_when(service.stub, lambda status: states(status)["worker-1"] == "ended")
         assert states(status)["worker-2"] == "ready"
+
+
+async def test_worker_that_is_gone_is_shown_for_a_while_only() -> None:
+    async with in_process(fake_config(workers__count=2, workers__gone_s=0.3)) as service:
+        await service.host.drain(WorkerId("worker-1"))
+        await status_when(service.stub, lambda status: states(status).get("worker-3") == "ready")
+        status = await status_when(service.stub, lambda status: "worker-1" not in states(status))
+        assert states(status) == {"worker-2": "ready", "worker-3": "ready"}
 
 
 async def test_worker_whose_node_drains_is_drained() -> None:
     async with in_process(fake_config(workers__count=2)) as service:
         service.workers.places_taken.add(WorkerId("worker-2"))
         status = await status_when(
-            service.stub, lambda status: states(status).get("worker-2") == "lost" and "worker-3" in states(status)
+            service.stub, lambda status: states(status).get("worker-2") == "ended" and "worker-3" in states(status)
         )
         assert next(w for w in status.workers if w.name == "worker-2").cause == "drained: its node is draining"
 
@@ -81,7 +89,7 @@ async def test_service_without_workers_starts_one_for_a_request_and_ends_it_when
         assert not service.workers.started
         assert tokens_of(await collect(service.stub, request([4], max_new_tokens=5))) == undisturbed([4], 5)
         assert service.workers.started == ["worker-1"]
-        await status_when(service.stub, lambda status: states(status)["worker-1"] == "lost")
+        await status_when(service.stub, lambda status: states(status)["worker-1"] == "ended")
         assert not service.workers.processes
         # What is served is known by now, so that requests are checked although nobody is there.
         model = await service.stub.GetModel(pb.GetModelRequest())
@@ -105,7 +113,7 @@ async def test_bounds_can_be_moved_while_it_runs() -> None:
         await status_when(service.stub, lambda status: list(states(status).values()).count("ready") == 2)
         service.host.scale(1, 1)
         status = await status_when(service.stub, lambda status: list(states(status).values()).count("ready") == 1)
-        assert list(states(status).values()).count("lost") == 1
+        assert list(states(status).values()).count("ended") == 1
 
 
 async def test_service_without_workers_is_healthy_only_where_a_call_starts_one() -> None:

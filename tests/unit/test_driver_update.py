@@ -237,7 +237,7 @@ async def test_worker_on_a_node_with_a_deadline_is_empty_before_it_though_nobody
         service.workers.hold_starts = asyncio.Event()  # no place for another
         service.workers.places_taken_in_s = 5.5
         service.workers.places_taken.add(service.workers.started[0])
-        await status_when(service.stub, lambda status: status.workers[0].state == "lost")
+        await status_when(service.stub, lambda status: status.workers[0].state == "ended")
         assert not running.done()
         service.workers.hold_starts.set()
         assert tokens_of(await running) == undisturbed([5], 900)

@@ -42,6 +42,16 @@ def test_a_worker_that_is_not_ready_says_why() -> None:
     assert "worker-2 is lost: killed by signal 9[2J\n" in text(status(lost))
 
 
+def test_a_worker_that_ended_in_order_is_no_alarm() -> None:
+    ended = pb.WorkerStatus(name="worker-2", state="ended", cause="drained: an operator asked for it")
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(status_view(status(ended), MODEL, "h:1"))
+    assert "\x1b[2mended" in captured.get()
+    assert "\x1b[31m" not in captured.get()
+    assert "worker-2 is ended: drained: an operator asked for it\n" in text(status(ended))
+
+
 def test_a_long_cause_does_not_fold_the_workers_rows() -> None:
     ready = pb.WorkerStatus(name="worker-1", state="ready", device="cpu", address="127.0.0.1:40077", pid=12593)
     lost = pb.WorkerStatus(
