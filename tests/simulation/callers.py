@@ -46,6 +46,7 @@ class Asked:
         options: GenerationOptions,
         then: Callable[[], None],
         session: SessionId | None = None,
+        vocab: int = VOCAB,
     ) -> None:
         self.name = name
         self.history = list(history)
@@ -55,7 +56,7 @@ class Asked:
         self.session = session
         self.length = len(history) + len(prompt)
         sampling = options.sampling
-        self.oracle = generate([*history, *prompt], sampling, options.max_new_tokens, options.stop_token_ids, VOCAB)
+        self.oracle = generate([*history, *prompt], sampling, options.max_new_tokens, options.stop_token_ids, vocab)
         self.next = 0
         self.finish: FinishReason | None = None
         self.ends = 0
@@ -85,6 +86,18 @@ class Asked:
             assert self.next == len(self.oracle), f"{self.name} ends after {self.next} of {len(self.oracle)}"
             stopped = self.oracle[-1] in self.options.stop_token_ids
             assert stopped == (d.finish is FinishReason.STOP)
+
+    def check_transcript(self, transcript: list[int], length: int) -> None:
+        """No token is lost or invented: old context, the consumed part of the delta, all delivered tokens."""
+        said = [*self.history, *self.prompt]
+        delivered = self.oracle[: self.next]
+        if delivered:
+            assert transcript == [*said, *delivered]
+            assert length == len(transcript) - 1
+        else:
+            assert transcript == said[: len(transcript)]
+            assert len(self.history) <= len(transcript)
+            assert len(transcript) - 1 <= length <= len(transcript)
 
 
 class Callers:
@@ -141,21 +154,9 @@ class Callers:
         if asked.session is not None and asked.session in self._sessions and asked.session in control._sessions:
             session = control._sessions.get(asked.session)
             if session.generation is None:
-                self._check_transcript(asked, session.transcript, session.length)
+                asked.check_transcript(session.transcript, session.length)
                 self._sessions[asked.session] = list(session.transcript)
         self._clock.after(self._rng.randrange(0, 10_000), asked.then)
-
-    def _check_transcript(self, asked: Asked, transcript: list[int], length: int) -> None:
-        """No token is lost or invented: old context, the consumed part of the delta, all delivered tokens."""
-        delivered = asked.oracle[: asked.next]
-        if delivered:
-            assert transcript == [*asked.history, *asked.prompt, *delivered]
-            assert length == len(transcript) - 1
-        else:
-            said = [*asked.history, *asked.prompt]
-            assert transcript == said[: len(transcript)]
-            assert len(asked.history) <= len(transcript)
-            assert len(transcript) - 1 <= length <= len(transcript)
 
     def _check_error(self, asked: Asked, last: Deliver) -> None:
         options = asked.options

@@ -1,6 +1,7 @@
 """Many simulated lives: `python -m tests.simulation.soak --seeds 10000 [--first N] [--jobs N]`.
 
-Prints each failing seed with its story, and a summary; exits with 1 if any failed.
+Each seed is lived twice: in a whole cluster, and under siege. Prints each failing seed with its story, and a summary;
+exits with 1 if any failed.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 
-from tests.simulation.world import live
+from tests.simulation import siege, world
 
 _AT_ONCE = 25
 
@@ -20,10 +21,11 @@ def lives(first: int, count: int) -> tuple[int, list[str]]:
     """Run `count` seeds; how many events they had, and the stories of those that failed."""
     events, failures = 0, []
     for seed in range(first, first + count):
-        try:
-            events += live(seed).events
-        except AssertionError as error:
-            failures.append(str(error))
+        for live in (world.live, siege.live):
+            try:
+                events += live(seed).events
+            except AssertionError as error:
+                failures.append(str(error))
     return events, failures
 
 

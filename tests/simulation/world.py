@@ -26,9 +26,9 @@ from microtome.planner.events import (
     WorkerDraining,
     WorkerGone,
     WorkerJoined,
-    spelled_out,
     WorkerPlaced,
     WorkerStartFailed,
+    spelled_out,
 )
 from microtome.planner.types import StepNumber, WorkerId
 from tests.simulation.callers import Callers

@@ -174,6 +174,10 @@ class FakeExecutor:
         """Cells named by any sequence."""
         return sum(1 for holders in self._holders if holders)
 
+    def token_of(self, cell: int) -> int:
+        """The token that the cell was written for last."""
+        return self._token[cell]
+
     def poison(self, cells: Iterable[int]) -> None:
         """Forget what these cells hold: nobody may read them before they are written again."""
         for cell in cells:
