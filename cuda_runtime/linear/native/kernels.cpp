@@ -32,9 +32,12 @@ void linear_bfloat16(const Linear&, Unit) {}
 
 namespace {
 
-constexpr int kRows = 12;  // of a register block: 24 sums, two vectors of weights
-constexpr int kFew = 2;    // rows that leave registers for four blocks at once, and so for four streams from memory
+constexpr int kRows = 12;     // of bfloat16 over one block: 24 sums, two vectors of weights
+constexpr int kRowsWide = 6;  // of float32 over two blocks: as many sums, fewer loads for each
+constexpr int kRowsFew = 2;   // of float32 over four blocks: four streams from memory
 constexpr int64_t kSerialWork = 1 << 14;  // multiply-adds of whole blocks below which waking threads costs more
+
+constexpr int64_t kAheadBytes = 1024;  // weights that come from memory are asked for so long before they are needed
 
 inline __mmask16 mask16(int64_t count) { return count >= 16 ? 0xffff : __mmask16((1u << std::max<int64_t>(count, 0)) - 1); }
 
@@ -55,7 +58,7 @@ void over_blocks(const Linear& l, Work work) {
 // ---- float32 ----
 
 // kCount rows of kBlocks neighbouring blocks.
-template <int kCount, int kBlocks>
+template <int kCount, int kBlocks, bool kPrefetch>
 void rows_float32(const Linear& l, int64_t block, int64_t row) {
   const float* x = static_cast<const float*>(l.x) + row * l.x_stride;
   const float* w = static_cast<const float*>(l.packed) + block * l.inputs * kBlock;
@@ -69,7 +72,7 @@ void rows_float32(const Linear& l, int64_t block, int64_t row) {
     for (int i = 0; i < 2 * kBlocks; ++i) {
       const float* at = w + i / 2 * next + k * kBlock + i % 2 * 16;
       weight[i] = _mm512_loadu_ps(at);
-      if (kCount <= 4) _mm_prefetch(reinterpret_cast<const char*>(at) + 2048, _MM_HINT_T0);
+      if (kPrefetch) _mm_prefetch(reinterpret_cast<const char*>(at) + kAheadBytes, _MM_HINT_T0);
     }
     for (int r = 0; r < kCount; ++r) {
       const __m512 value = _mm512_set1_ps(x[r * l.x_stride + k]);
@@ -88,12 +91,23 @@ void rows_float32(const Linear& l, int64_t block, int64_t row) {
   }
 }
 
-template <int kCount, int kBlocks>
-void tail_float32(const Linear& l, int64_t block, int64_t row) {
+// Fewer than kCount + 1 rows.
+template <int kCount, int kBlocks, bool kPrefetch>
+void last_float32(const Linear& l, int64_t block, int64_t row) {
   if constexpr (kCount > 0) {
-    if (l.rows - row == kCount) return rows_float32<kCount, kBlocks>(l, block, row);
-    tail_float32<kCount - 1, kBlocks>(l, block, row);
+    if (l.rows - row == kCount) return rows_float32<kCount, kBlocks, kPrefetch>(l, block, row);
+    last_float32<kCount - 1, kBlocks, kPrefetch>(l, block, row);
   }
+}
+
+// All rows of kBlocks neighbouring blocks, whose weights the first rows bring nearer for the others.
+template <int kBlocks>
+void all_float32(const Linear& l, int64_t block) {
+  if (l.rows < kRowsWide) return last_float32<kRowsWide - 1, kBlocks, true>(l, block, 0);
+  rows_float32<kRowsWide, kBlocks, true>(l, block, 0);
+  int64_t row = kRowsWide;
+  for (; row + kRowsWide <= l.rows; row += kRowsWide) rows_float32<kRowsWide, kBlocks, false>(l, block, row);
+  last_float32<kRowsWide - 1, kBlocks, false>(l, block, row);
 }
 
 #ifdef MICROTOME_BF16
@@ -170,13 +184,11 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Sums of `low` rows in tiles 0 and 1 and of `high` in 2 and 3; rows of x in 4 and, where `high` is not 0, in 5.
-// The unit takes a cycle per row.
-inline void configure(int64_t low, int64_t high, bool two_blocks) {
+// Tiles for `low` rows of x in the first and `high` in the second; the unit takes a cycle per row.
+inline void configure(int64_t low, int64_t high) {
   TileConfig config;
   config.rows[0] = config.rows[1] = config.rows[4] = uint8_t(low);
-  config.rows[2] = config.rows[3] = uint8_t(two_blocks ? low : high);
-  config.rows[5] = two_blocks ? 16 : uint8_t(high);
+  config.rows[2] = config.rows[3] = config.rows[5] = uint8_t(std::max<int64_t>(high, 1));
   config.rows[6] = config.rows[7] = 16;
   // GCC 12 believes that the load reads eight bytes only, and would drop the other stores.
   __asm__ volatile("" ::"r"(&config) : "memory");
@@ -185,46 +197,6 @@ inline void configure(int64_t low, int64_t high, bool two_blocks) {
 
 inline void prefetch_tile(const uint16_t* at) {
   for (int i = 0; i < 16; ++i) _mm_prefetch(reinterpret_cast<const char*>(at) + i * 64, _MM_HINT_T0);
-}
-
-constexpr int64_t kAhead = 1024;  // weights asked for so long before they are needed, where they come from memory
-
-// Up to 16 rows of two blocks: twice the streams from memory, and one load of x for both.
-void few_rows(const Linear& l, int64_t block, int64_t row, int64_t low, float* sums) {
-  const uint16_t* x = static_cast<const uint16_t*>(l.x) + row * l.x_stride;
-  const uint16_t* w = static_cast<const uint16_t*>(l.packed) + block * l.inputs * kBlock;
-  const uint16_t* v = w + l.inputs * kBlock;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t k = 0; k < l.inputs; k += 32) {
-    const uint16_t *here = w + k * kBlock, *there = v + k * kBlock;
-    prefetch_tile(here + kAhead);
-    prefetch_tile(there + kAhead);
-    prefetch_tile(here + kAhead + 512);
-    prefetch_tile(there + kAhead + 512);
-    _tile_loadd(4, x + k, l.x_stride * 2);
-    _tile_loadd(5, here, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(6, there, 64);
-    _tile_dpbf16ps(2, 4, 6);
-    _tile_loadd(7, here + 512, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, there + 512, 64);
-    _tile_dpbf16ps(3, 4, 5);
-  }
-  _tile_stored(0, sums, 128);
-  _tile_stored(1, sums + 16, 128);
-  _tile_stored(2, sums + 16 * 32, 128);
-  _tile_stored(3, sums + 16 * 32 + 16, 128);
-  __asm__ volatile("" ::: "memory");  // GCC 12 does not know that a tile store writes memory
-  for (int64_t of = 0; of < 2; ++of) {
-    for (int64_t i = 0; i < low; ++i) {
-      const float* from = sums + of * 512 + i * 32;
-      store_outputs(l, row + i, (block + of) * kBlock, _mm512_load_ps(from), _mm512_load_ps(from + 16));
-    }
-  }
 }
 
 // Rows [row, row + low + high) of one block.
@@ -240,8 +212,8 @@ void tiles(const Linear& l, int64_t block, int64_t row, int64_t low, int64_t hig
   }
   for (int64_t k = 0; k < l.inputs; k += 32) {
     if (kPrefetch) {
-      prefetch_tile(w + k * kBlock + kAhead);
-      prefetch_tile(w + k * kBlock + kAhead + 512);
+      prefetch_tile(w + k * kBlock + kAheadBytes / 2);
+      prefetch_tile(w + k * kBlock + kAheadBytes / 2 + 512);
     }
     _tile_loadd(4, x + k, l.x_stride * 2);
     _tile_loadd(6, w + k * kBlock, 64);
@@ -272,7 +244,7 @@ void share_of_tiles(const Linear& l, int64_t first, int64_t end) {
   const int64_t low = std::min<int64_t>(left, 16), high = left - low;
   __asm__ volatile("" ::: "memory");
   if (whole > 0) {
-    configure(16, 16, false);
+    configure(16, 16);
     for (int64_t block = first; block < end; ++block) {
       for (int64_t row = 0; row < whole; row += 32) {
         if (row == 0) {
@@ -284,12 +256,8 @@ void share_of_tiles(const Linear& l, int64_t first, int64_t end) {
     }
   }
   if (left > 0) {
-    int64_t block = first;
-    configure(low, high, high == 0);
-    if (high == 0) {
-      for (; block + 2 <= end; block += 2) few_rows(l, block, whole, low, sums);
-    }
-    for (; block < end; ++block) {
+    configure(low, high);
+    for (int64_t block = first; block < end; ++block) {
       if (high > 0) {
         tiles<true, true>(l, block, whole, low, high, sums);
       } else {
@@ -309,14 +277,11 @@ bool float32_served() { return true; }
 void linear_float32(const Linear& l) {
   over_blocks(l, [&](int64_t first, int64_t end) {
     int64_t block = first;
-    if (l.rows <= kFew) {
-      for (; block + 4 <= end; block += 4) tail_float32<kFew, 4>(l, block, 0);
+    if (l.rows <= kRowsFew) {
+      for (; block + 4 <= end; block += 4) last_float32<kRowsFew, 4, true>(l, block, 0);
     }
-    for (; block < end; ++block) {
-      int64_t row = 0;
-      for (; row + kRows <= l.rows; row += kRows) rows_float32<kRows, 1>(l, block, row);
-      tail_float32<kRows - 1, 1>(l, block, row);
-    }
+    for (; block + 2 <= end; block += 2) all_float32<2>(l, block);
+    for (; block < end; ++block) all_float32<1>(l, block);
   });
 }
 
