@@ -360,6 +360,7 @@ def _start_local_ray(config: ServiceConfig) -> None:
                 configure_logging=False,
                 object_store_memory=OBJECT_STORE_BYTES,
             )
+            ray_private.shuts_down_by_sigkill()
     except Exception as error:  # a node that does not come up raises that class and no narrower one
         raise BadConfig(f"Ray cannot be started on this machine: {_last_line(error)}") from error
 

@@ -1,12 +1,15 @@
 """Each private name of Ray that we use still does what we use it for."""
 
 import contextlib
+import inspect
 import os
 import time
+from copy import copy
 
 import psutil
 import pytest
 import ray
+from ray._private import worker
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from microtome.actors import ray_private
@@ -54,6 +57,21 @@ def test_bytes_are_kept_under_their_key_until_they_are_forgotten(ray_session: No
     ray_private.forget("tests/key")
     ray_private.forget("tests/key")
     assert ray_private.kept("tests/key") == b""
+
+
+def test_shutdown_sends_no_sigterm_and_waits_for_nobody_to_heed_it(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, killed = copy(worker._global_node), []
+    assert {"check_alive", "allow_graceful", "wait"} == set(inspect.signature(node.kill_all_processes).parameters)
+    assert "_global_node.kill_all_processes(" in inspect.getsource(ray.shutdown)
+    monkeypatch.setattr(node, "_kill_process_type", lambda kind, **how: killed.append((kind, how["allow_graceful"])))
+    monkeypatch.setattr(worker, "_global_node", node)
+    ray_private.shuts_down_by_sigkill()
+    node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+    assert ("raylet", False) in killed
+    assert ("gcs_server", False) in killed
+    assert not any(graceful for _, graceful in killed)
 
 
 def test_ray_started_here_keeps_to_loopback(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ async def live(address: str) -> None:
         status = await status_when(stub, lambda s: any(w.sessions and w.steps > 50 for w in s.workers))
         first = next(worker for worker in status.workers if worker.sessions)
         drain_node(address, node_of(first.name))
-        await status_when(stub, lambda s: any(w.name == first.name and w.state == "lost" for w in s.workers))
+        await status_when(stub, lambda s: any(w.name == first.name and w.state == "ended" for w in s.workers))
         status = await stub.Status(pb.StatusRequest())
         left = next(worker for worker in status.workers if worker.name == first.name)
         say("preempted node is left", begin, cause=left.cause)
