@@ -4,9 +4,11 @@ Calls need a connection to a cluster, but the one about loopback. Blocking, a fe
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants, worker
 from ray._private.state import actors, available_resources_per_node, state, total_resources_per_node
@@ -66,12 +68,20 @@ def shuts_down_by_sigkill() -> None:
     """Have `ray.shutdown` end the Ray that this process has started by SIGKILL at once.
 
     It sends SIGTERM first and waits a second for each of five processes: in vain where they do not get that signal.
+    What the raylet has started, its agents and workers, is ended too: by themselves they take seconds to notice.
     """
     node = worker._global_node
     kill_all = node.kill_all_processes
 
     def at_once(check_alive: bool = True, allow_graceful: bool = False, wait: bool = False) -> None:
+        started: list[psutil.Process] = []
+        for raylet in node.all_processes.get(ray_constants.PROCESS_TYPE_RAYLET, ()):
+            with suppress(psutil.NoSuchProcess):
+                started += psutil.Process(raylet.process.pid).children(recursive=True)
         kill_all(check_alive=check_alive, allow_graceful=False, wait=wait)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):  # it also knows a number that another process has by now
+                process.kill()
 
     node.kill_all_processes = at_once
 

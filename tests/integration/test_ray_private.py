@@ -3,8 +3,10 @@
 import contextlib
 import inspect
 import os
+import subprocess
 import time
 from copy import copy
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -72,6 +74,20 @@ def test_shutdown_sends_no_sigterm_and_waits_for_nobody_to_heed_it(
     assert ("raylet", False) in killed
     assert ("gcs_server", False) in killed
     assert not any(graceful for _, graceful in killed)
+
+
+def test_shutdown_ends_what_the_raylet_has_started(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 1000 & wait"]) as raylet:
+        while not (children := psutil.Process(raylet.pid).children()):
+            time.sleep(0.01)
+        node = copy(worker._global_node)
+        monkeypatch.setattr(node, "all_processes", {"raylet": [SimpleNamespace(process=raylet, use_valgrind=False)]})
+        monkeypatch.setattr(node, "_kill_process_type", lambda kind, **how: raylet.kill())
+        monkeypatch.setattr(worker, "_global_node", node)
+        ray_private.shuts_down_by_sigkill()
+        node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []  # where nobody reaps orphans
 
 
 def test_ray_started_here_keeps_to_loopback(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
