@@ -141,7 +141,8 @@ def _told(say: Callable[[str], None], remarks: Console) -> "Callable[[Sequence[S
     lines: set[str] = set()
 
     def tell(stages: "Sequence[Stage]") -> None:
-        say(", ".join(stage.name for stage in stages))
+        # On the spinner's one line there is room for who compiles only: the rest is above it.
+        say(", ".join(f"{stage.name.partition(':')[0]} compiles" if stage.compiles else stage.name for stage in stages))
         for stage in stages:
             if stage.compiles and stage.name not in lines:
                 lines.add(stage.name)

@@ -108,7 +108,8 @@ def test_who_waits_for_nobody_says_nothing(heard: StageListener, tmp_path: Path)
 def test_what_takes_minutes_is_a_line_of_its_own_once() -> None:
     file, said = io.StringIO(), []
     tell = local._told(said.append, Console(file=file))
-    for stages in ([LOADS], [LOADS, COMPILES], [COMPILES]):
+    compiles = Stage("worker-1: compiling, in minutes", compiles=True)
+    for stages in ([LOADS], [LOADS, compiles], [compiles]):
         tell(stages)
-    assert file.getvalue() == "compiling (--eager does without)\n"
-    assert said == ["load", "load, compiling", "compiling"]
+    assert file.getvalue() == "worker-1: compiling, in minutes (--eager does without)\n"
+    assert said == ["load", "load, worker-1 compiles", "worker-1 compiles"]
