@@ -127,7 +127,7 @@ class Rig:
                 self.step()
         for number in range(sessions):
             self._submit([(number * 31 + k) % VOCAB for k in range(history)], limit, None)
-            while len(self.control._line):
+            while len(self.control._models.served.line):
                 self.step()
         for number in range(waiting):
             self._submit((number % VOCAB,), 100, None)

@@ -4,9 +4,11 @@
 returns is to be carried out in order. It ties the planner's parts together and keeps none of their books:
 
 - `sessions` holds transcripts and the rules of sessions, `generations` the numbers of one call;
-- `admission` decides who is next, `placement` where it goes, `forecast` when its first token comes;
+- `entrance` decides who comes in, `admission` who is next, `placement` where it goes;
+- `roster` holds who is there and who may take what, `models` what is served; `drains` empties workers that are to go;
 - `fleet` decides which workers there should be;
-- one `WorkerPlan` per worker holds its cells, scheduler and steps under way.
+- one `WorkerPlan` per worker holds its cells, scheduler and steps under way; `fault` judges its answers;
+- `outlook` reads all that and changes nothing: status, load, where a generation is, when a first token comes.
 
 A generation stays with the model that it was submitted to. After an update to another one, workers of the old model
 take nothing but what was submitted to it, and go when that has ended.
@@ -20,14 +22,13 @@ of a generation that has not ended is dropped too: an answer to it would end the
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import assert_never
 
-from microtome.planner.admission import WaitingLine
 from microtome.planner.config import PlannerConfig
 from microtome.planner.counters import Counters
+from microtome.planner.drains import Drains
+from microtome.planner.entrance import Entrance
 from microtome.planner.errors import (
-    AtCapacity,
     BadInput,
     BatchingError,
     DeadlineExpired,
@@ -67,22 +68,24 @@ from microtome.planner.events import (
     WorkerPlaced,
     WorkerStartFailed,
 )
+from microtome.planner.fault import fault_of
 from microtome.planner.fleet import Fleet
-from microtome.planner.forecast import step_us, ttft_us
-from microtome.planner.generations import Generation, Rank, State, check_options, check_vocabulary
-from microtome.planner.notes import Note, encode_note
+from microtome.planner.forecast import step_us
+from microtome.planner.generations import Generation, Rank, State, check_options
+from microtome.planner.models import Models
+from microtome.planner.noting import idle_note, note_of
+from microtome.planner.outlook import Outlook
 from microtome.planner.placement import by_preference, can_hold
 from microtome.planner.resident import Resident
 from microtome.planner.restore import Found, read_snapshot
-from microtome.planner.scaling import Load
+from microtome.planner.roster import Roster
 from microtome.planner.served import Served
 from microtome.planner.sessions import Session, Sessions
-from microtome.planner.status import ControlStatus, Waiting, Whereabouts, WorkerStatus
+from microtome.planner.status import ControlStatus, Whereabouts
 from microtome.planner.types import (
     FinishReason,
     GenerationId,
     GenerationOptions,
-    Incarnation,
     Kind,
     SequenceId,
     SequenceSnapshot,
@@ -93,27 +96,23 @@ from microtome.planner.types import (
 )
 from microtome.planner.worker_plan import Step, WorkerPlan
 
-_FENCED_REMEMBERED = 1024  # incarnations given up, against one that comes back
-_RETRY_MS = 1000  # where nothing is measured yet
-_RETRY_MAX_MS = 60_000
-
 
 class Control:
     def __init__(self, config: PlannerConfig) -> None:
         self._config = config
-        self._workers: dict[WorkerId, WorkerPlan] = {}  # in the order of joining
-        self._fenced: dict[Incarnation, None] = {}
+        self._counters = Counters()
+        self._models = Models(config)
+        self._roster = Roster(self._models)
+        self._drains = Drains(self._roster, self._counters, config.drain_timeout_ms)
         self._fleet = Fleet()
-        self._served = self._another_model()
-        self._replaced: list[Served] = []  # models that were served and still have generations, the oldest first
         self._sessions = Sessions(config.max_sessions)
         self._generations: dict[GenerationId, Generation] = {}
+        self._outlook = Outlook(self._roster, self._models, self._sessions, self._generations, self._counters)
+        self._entrance = Entrance(config, self._roster, self._models, self._outlook)
         self._deadlines: list[tuple[int, int, Generation]] = []  # heap
         self._arrivals = 0
-        self._counters = Counters()
         self._now = 0
         self._out: list[Instruction] = []
-        self._changed: dict[WorkerId, WorkerPlan] = {}  # those that may have a step to form
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take in what happened; return what to do about it, in order."""
@@ -147,14 +146,14 @@ class Control:
             case Scale():
                 self._fleet.scale(event.scaling, event.count, self._now)
             case CallersWait():
-                self._fleet.callers = event.count if self._served.fingerprint is None else 0
+                self._fleet.callers = event.count if self._models.served.fingerprint is None else 0
             case UpdateWorkers():
                 self._fleet.update(event.revision, event.surge, event.tried)
             case OpenSession() | CloneSession() | RewindSession() | LookUpSession() | CloseSession():
                 self._answer_session(event)
             case _:
                 assert_never(event)
-        if self._fleet.active and (not self._workers or not isinstance(event, StepDone | Submit | Cancel)):
+        if self._fleet.active and (not len(self._roster) or not isinstance(event, StepDone | Submit | Cancel)):
             self._change_workers()
         self._advance()
         return self._out
@@ -164,69 +163,20 @@ class Control:
     @property
     def fingerprint(self) -> str | None:
         """Of the model that is served; None while no worker has ever joined."""
-        return self._served.fingerprint
+        return self._models.served.fingerprint
 
     def status(self) -> ControlStatus:
         """A snapshot, consistent in itself."""
-        workers = tuple(
-            WorkerStatus(
-                worker=w.id,
-                incarnation=w.incarnation,
-                draining=w.draining,
-                revision=w.revision,
-                cells_used=w.table.used_cells - w.cells_cached,
-                cells_cached=w.cells_cached,
-                cells_usable=w.table.usable_cells,
-                sessions=len(w.residents),
-                running=w.running,
-                steps=w.steps,
-                steps_in_flight=len(w.in_flight),
-                step_us=w.step_us,
-                idle_us=w.idle_us,
-            )
-            for w in self._workers.values()
-        )
-        running = sum(w.running for w in self._workers.values())
-        return ControlStatus(
-            workers=workers,
-            running=running,
-            waiting=len(self._generations) - running,
-            sessions=self._sessions.opened,
-            waiting_tokens=self._line.tokens,
-            wait_us=self._forecast(self._line.tokens, 0),
-            counters=replace(self._counters),
-        )
+        return self._outlook.status()
 
     def where(self, generation: GenerationId) -> Whereabouts | None:
         """Where a generation is and what it waits for; None if it has ended or never was. Walks the line."""
-        g = self._generations.get(generation)
-        if g is None:
-            return None
-        r = g.session.resident
-        worker = next((w for w in self._workers.values() if r and w.residents.get(g.session.id) is r), None)
-        if g.state is State.RUNNING and worker is not None:
-            standing = worker.scheduler.standing(g.session.id)
-            waits_for = Waiting(standing.behind.value) if standing and standing.ahead else Waiting.NOTHING
-            own = r.undone if r else 0
-            ttft = None if g.delivered else ttft_us(worker, -own, own)
-            return Whereabouts(
-                running=True, position=0, waits_for=waits_for, predicted_ttft_us=ttft, delivered=g.delivered,
-                worker=worker.id,
-            )  # fmt: skip
-        before = list(takewhile(lambda other: other is not g, g.session.model.line.in_order()))
-        ahead = sum(len(other.session.transcript) for other in before)
-        return Whereabouts(
-            running=False,
-            position=len(before),
-            waits_for=self._reason(g, before),
-            predicted_ttft_us=None if g.delivered else self._forecast(ahead, len(g.session.transcript)),
-            delivered=g.delivered,
-            worker=None,
-        )
+        return self._outlook.where(generation)
 
     def awaited_outputs(self, worker: WorkerId) -> list[tuple[GenerationId, int]]:
         """Per output of the step that this worker answers next: whose token, and its offset; void ones have no name."""
-        step = self._workers[worker].awaited
+        w = self._roster.get(worker)
+        step = w.awaited if w is not None else None
         if step is None:
             return []
         outputs: list[tuple[GenerationId, int]] = []
@@ -235,19 +185,6 @@ class Control:
                 g = r.generation
                 outputs.append((g.id, g.delivered) if g else (GenerationId(""), 0))
         return outputs
-
-    def _reason(self, g: Generation, before: Sequence[Generation]) -> Waiting:
-        if g.state is State.SETTLING:
-            return Waiting.SHARED_PROMPT if g.leader else Waiting.OWN_SESSION
-        staying = [w for w in self._takers(g.session.model) if can_hold(w, g)]
-        if not staying:
-            return Waiting.NO_WORKER
-        later = [other for other in before if other.rank[1] > g.rank[1]]  # those that came after it
-        if any(other.options.priority > g.options.priority for other in later):
-            return Waiting.PRIORITY
-        if any(other.options.tenant != g.options.tenant for other in later):
-            return Waiting.TENANT_SHARE
-        return Waiting.CELLS if any(w.has_sequence or w.idle for w in staying) else Waiting.SEQUENCES
 
     # --- generations ---
 
@@ -288,11 +225,8 @@ class Control:
             if session.generation is not None:
                 raise WrongState(f"session {session.id} is generating")
             history = session.transcript
-        served = self._model_of(event, session)
-        self._check_limits(served, len(history) + len(prompt), prompt, options)
-        self._check_time(len(history) + len(prompt), options)
-        count = 1 + len(names)
-        served.line.check_room(count, count * len(prompt), self._retry_after_ms())
+        served = self._models.of_submission(event.fingerprint, session)
+        self._entrance.check(served, len(history), prompt, options, 1 + len(names), self._now)
 
         if session is None:
             session = self._sessions.open(options.tenant, options.cache_salt, opened=False)
@@ -318,7 +252,7 @@ class Control:
         g = Generation(name, session, options, len(prompt), self._now, rank)
         g.base = session.length
         g.had_pending = session.pending
-        g.checked = any(w.served is session.model for w in self._workers.values())
+        g.checked = bool(self._roster.of_model(session.model))
         session.transcript += prompt
         session.pending = False
         session.generation = g
@@ -334,65 +268,6 @@ class Control:
         self._counters.generations_started += 1
         self._counters.prompt_tokens += len(prompt)
         return g
-
-    def _check_limits(self, served: Served, length: int, prompt: tuple[int, ...], options: GenerationOptions) -> None:
-        """Against the roomiest worker; with none there, the configuration, and again when one joins."""
-        if served.vocab_size is not None:
-            check_vocabulary(prompt, options, served.vocab_size)
-        own = [w.max_session_tokens for w in self._workers.values() if w.served is served]
-        limit = max(own, default=self._config.max_session_tokens)
-        if limit is None:
-            return
-        if length + 1 > limit:
-            raise BadInput(f"a history of {length} tokens and 1 more do not fit a context of {limit} tokens")
-        if length + options.max_new_tokens > limit:
-            raise BadInput(
-                f"max_new_tokens {options.max_new_tokens} after {length} tokens exceed a context of {limit} tokens"
-            )
-
-    def _check_time(self, length: int, options: GenerationOptions) -> None:
-        """Refuse what cannot be in time: a deadline that has passed, a first token that would come too late."""
-        if options.deadline_us is not None and options.deadline_us <= self._now:
-            raise DeadlineExpired(f"the deadline passed {(self._now - options.deadline_us) / 1000:g} ms ago")
-        bounds = [options.ttft_target_us] if options.ttft_target_us is not None else []
-        if options.deadline_us is not None:
-            bounds.append(options.deadline_us - self._now)
-        if not bounds:
-            return
-        predicted = self._forecast(self._line.tokens, length)
-        if predicted is not None and predicted > min(bounds):
-            late_ms = -(-(predicted - min(bounds)) // 1000)
-            raise AtCapacity(
-                "ms to the first token", -(-predicted // 1000), min(bounds) // 1000, min(late_ms, _RETRY_MAX_MS)
-            )
-
-    def _model_of(self, event: Submit, session: Session | None) -> Served:
-        """Raises `WrongState` when the model that the tokens, or the session, are of is served no more."""
-        known = [self._served, *self._replaced]
-        if session is not None and session.transcript:
-            if session.model not in known:
-                raise WrongState(f"session {session.id} is of a model that is served no more")
-            if event.fingerprint and session.model.fingerprint not in (None, event.fingerprint):
-                raise WrongState(f"session {session.id} is of a model that was replaced")
-            return session.model
-        if not event.fingerprint or self._served.fingerprint in (None, event.fingerprint):
-            return self._served
-        found = next((served for served in self._replaced if served.fingerprint == event.fingerprint), None)
-        if found is None:
-            raise WrongState(f"the model {event.fingerprint[:16]} is served no more")
-        return found
-
-    def _forecast(self, ahead: int, own: int) -> int | None:
-        """Microseconds to the first token of a prompt of `own` tokens behind a line of `ahead`; None: unknown."""
-        staying = self._takers(self._served)
-        forecasts = [ttft_us(w, ahead // len(staying), own) for w in staying]
-        known = [f for f in forecasts if f is not None]
-        return min(known) if known else None
-
-    def _retry_after_ms(self) -> int:
-        """When the line will have moved on by half."""
-        predicted = self._forecast(self._line.tokens // 2, 0)
-        return _RETRY_MS if predicted is None else max(1, min(predicted // 1000, _RETRY_MAX_MS))
 
     def _cancel(self, event: Cancel) -> None:
         g = self._generations.get(event.generation)
@@ -417,7 +292,7 @@ class Control:
     ) -> None:
         """The generation is over; `tokens` are its last, counted already. Cells go when nothing of it is under way."""
         session, r = g.session, g.session.resident
-        w = self._worker_of(r)
+        w = self._roster.home_of(r)
         line = session.model.line
         if g.state is not State.RUNNING:
             line.leave(g)
@@ -426,7 +301,7 @@ class Control:
                 g.consumed = max(g.consumed, min(r.planned, g.generated_from))
             w.end(r)
             r.ended = reason
-            self._changed[w.id] = w
+            self._roster.touch(w)
         g.state = State.ENDED
         g.finish = reason
         del self._generations[g.id]
@@ -470,18 +345,19 @@ class Control:
     # --- steps ---
 
     def _step_done(self, event: StepDone) -> None:
-        w, result = self._workers.get(event.worker), event.result
-        if w is None or w.incarnation != result.incarnation:
+        result = event.result
+        w = self._roster.incarnated(event.worker, result.incarnation)
+        if w is None:
             return
         step = w.awaited
         if step is None or result.step < step.number:
             return  # a repeated answer
-        if fault := _fault(result, step, w):
+        if fault := fault_of(result, step, w):
             self._give_up(w, fault, step)
             return
         w.settle(result)
         w.quiet_since_us = self._now
-        self._changed[w.id] = w
+        self._roster.touch(w)
         self._counters.steps += 1
         self._counters.step_us += result.step_us
         self._counters.prefilled_tokens += step.prefilled
@@ -546,7 +422,7 @@ class Control:
                 self._counters.parked += not w.draining
                 session.model.line.add_returning(g)
         elif g is None:
-            w.rest(r, session.length, encode_note(_idle_note(session)))
+            w.rest(r, session.length, idle_note(session))
             if w.draining:
                 w.leave(r)
         following = session.generation
@@ -554,8 +430,8 @@ class Control:
             session.model.line.add(following)
 
     def _step_failed(self, event: StepFailed) -> None:
-        w = self._workers.get(event.worker)
-        if w is None or w.incarnation != event.incarnation:
+        w = self._roster.incarnated(event.worker, event.incarnation)
+        if w is None:
             return
         step = w.awaited
         if step is None or event.step < step.number:
@@ -568,7 +444,7 @@ class Control:
             self._give_up(w, f"step {event.step} was refused: {event.message}", step)
             return
         w.quiet_since_us = self._now
-        self._changed[w.id] = w
+        self._roster.touch(w)
         for r in w.refused() or ():
             if r.leaving or r.generation is None:
                 self._settled(w, r)
@@ -577,17 +453,17 @@ class Control:
 
     def _worker_joined(self, event: WorkerJoined) -> None:
         capability = event.capability
-        if capability.incarnation in self._fenced:
+        if self._roster.is_fenced(capability.incarnation):
             self._refuse_worker(event, "this incarnation was given up")
             return
-        known = self._workers.get(event.worker)
+        known = self._roster.get(event.worker)
         if known is not None:
             if known.incarnation == capability.incarnation:
                 return
             self._lose(known)
-        served = self._model_for(event)
+        served = self._models.of_worker(capability.fingerprint, event.revision)
         if served is None:
-            known_as = self._served.fingerprint
+            known_as = self._models.served.fingerprint
             self._refuse_worker(event, f"its model is {capability.fingerprint}, the service's is {known_as}")
             return
         try:
@@ -599,48 +475,16 @@ class Control:
         except BatchingError as error:
             self._refuse_worker(event, str(error))
             return
-        if served is not self._served and served not in self._replaced:
-            self._replace_model(served, event.revision)
-        served.fingerprint, served.vocab_size = capability.fingerprint, capability.vocab_size
-        served.revision = max(served.revision, event.revision)
-        served.cells, served.sequences = capability.usable_cells, capability.max_sequences
+        self._models.joined(served, capability, event.revision)
         w.revision, w.joined_us = event.revision, self._now
         w.quiet_since_us = self._now
         self._fleet.joined(w.id, event.revision, self._now)
-        self._workers[w.id] = w
-        self._changed[w.id] = w
+        self._roster.add(w)
         self._restore(w, event.held)
         served.line.recall()
         for g in [g for g in self._generations.values() if not g.checked and g.session.model is served]:
             self._check_again(g)
-        for other in self._workers.values():
-            if other.draining:
-                self._move_away(other)
-
-    def _model_for(self, event: WorkerJoined) -> Served | None:
-        """The model that the worker brings: a known one, or by an update another. None: it has no business here."""
-        fingerprint = event.capability.fingerprint
-        for served in (self._served, *self._replaced):
-            if served.fingerprint in (None, fingerprint):
-                return served
-        return self._another_model() if event.revision != self._served.revision else None
-
-    def _another_model(self) -> Served:
-        config = self._config
-        return Served(WaitingLine(config.max_waiting, config.max_waiting_tokens, config.weights()))
-
-    def _replace_model(self, served: Served, revision: int) -> None:
-        """Another model is served from now on; or, after a restart of the driver, an older one has turned up."""
-        if revision > self._served.revision:
-            self._replaced.append(self._served)
-            self._served = served
-        else:
-            self._replaced.append(served)
-
-    @property
-    def _line(self) -> WaitingLine:
-        """Who waits for the model that is served."""
-        return self._served.line
+        self._drains.go_on()
 
     def _restore(self, w: WorkerPlan, held: tuple[SequenceSnapshot, ...]) -> None:
         """Go on where an earlier driver left off, from what the worker holds; nothing is computed again."""
@@ -688,7 +532,7 @@ class Control:
 
     def _refuse_worker(self, event: WorkerJoined, cause: str) -> None:
         incarnation = event.capability.incarnation
-        self._fence(incarnation)
+        self._roster.fence(incarnation)
         self._out.append(GiveUpWorker(worker=event.worker, incarnation=incarnation, cause=cause))
         self._out += self._fleet.start_failed(event.worker, cause, self._now)
 
@@ -697,126 +541,57 @@ class Control:
         g.checked = True
         transcript = g.session.transcript
         try:
-            self._check_limits(g.session.model, len(transcript), tuple(transcript[g.base :]), g.options)
+            self._entrance.check_limits(g.session.model, len(transcript), tuple(transcript[g.base :]), g.options)
         except BadInput as error:
             self._finish(g, FinishReason.FAILED, error=error)
 
     def _worker_gone(self, event: WorkerGone) -> None:
-        w = self._workers.get(event.worker)
-        if w is not None and w.incarnation == event.incarnation:
+        w = self._roster.incarnated(event.worker, event.incarnation)
+        if w is not None:
             self._fleet.lost(w, self._now)
             self._lose(w)
 
     def _worker_draining(self, event: WorkerDraining) -> None:
-        w = self._workers.get(event.worker)
+        w = self._roster.get(event.worker)
         if w is not None:
-            self._drain(w, event.deadline_us)
-
-    def _drain(self, w: WorkerPlan, deadline_us: int | None = None) -> None:
-        if w.draining and w.drain_until_us is None:
-            return  # its time is up
-        latest = w.drain_until_us or self._now + self._config.drain_timeout_ms * 1000
-        w.drain_until_us = latest if deadline_us is None else min(latest, deadline_us)
-        if not w.draining:
-            w.draining = True
-            w.served.line.recall()  # others that drain may be who takes them now
-            self._move_away(w)
+            self._drains.begin(w, self._now, event.deadline_us)
 
     def _end_drains(self) -> None:
         """What is still on a worker when its time is up has to go: to the line, or to its end if no line serves it."""
-        for w in list(self._workers.values()):
-            if w.draining:
-                self._changed[w.id] = w  # what it alone might have taken may have left the line
-            if w.drain_until_us is None or self._now < w.drain_until_us:
-                continue
-            w.drain_until_us = None
-            if w.served is not self._served and not self._has_another(w):
+        for w in self._drains.over(self._now):
+            if w.served is not self._models.served and not self._roster.has_another(w):
                 lost = f"the update had no more time for it: {w.id} served the model that was replaced"
                 self._fail_all(w.served, WorkerLost(lost))
-            self._leave_all(w)
+            self._drains.clear(w)
 
     def _fail_all(self, served: Served, error: BatchingError) -> None:
         for g in [g for g in self._generations.values() if g.session.model is served]:
             self._finish(g, FinishReason.FAILED, error=error)
-
-    def _leave_all(self, w: WorkerPlan) -> None:
-        self._changed[w.id] = w
-        for r in list(w.residents.values()):
-            g = r.generation
-            if r.leaving or (g is None and r.rows):
-                continue
-            w.leave(r)
-            if g is not None:
-                self._counters.moved += 1
-                if not r.rows:
-                    r.session.model.line.add_returning(g)
-
-    def _has_another(self, w: WorkerPlan) -> bool:
-        """Another worker of the same model stays."""
-        return any(other.served is w.served and not other.draining for other in self._workers.values())
 
     # --- which workers there are ---
 
     def _start_failed(self, event: WorkerStartFailed) -> None:
         start = self._fleet.starting.get(event.worker)
         self._out += self._fleet.start_failed(event.worker, event.cause, self._now)
-        for served in self._replaced:
+        for served in self._models.replaced:
             if start is not None and start.revision == served.revision:
                 self._fail_all(served, WorkerLost(f"no worker of the model that was replaced starts: {event.cause}"))
 
     def _change_workers(self) -> None:
-        decided = self._fleet.decide(self._load(), list(self._workers.values()))
-        for served in list(self._replaced):
-            own = [w for w in self._workers.values() if w.served is served]
+        decided = self._fleet.decide(self._outlook.load(self._fleet, self._now), list(self._roster))
+        for served in self._models.replaced:
+            own = self._roster.of_model(served)
             if not own and not len(served.line):
-                self._replaced.remove(served)
+                self._models.forget(served)
             elif not own:  # its last worker died
                 decided += self._fleet.start_one(served.revision, self._now)
         self._out += decided
         for instruction in decided:
-            if isinstance(instruction, DrainBegun):
-                self._drain(self._workers[instruction.worker])
-
-    def _load(self) -> Load:
-        staying = [w for w in self._workers.values() if not w.draining]
-        cells = [w.capability.usable_cells for w in staying]
-        return Load(
-            at_us=self._now,
-            ready=len(staying),
-            starting=self._fleet.loading,
-            generations=len(self._generations) + self._fleet.callers,
-            waiting_tokens=self._line.tokens,
-            cells_used=sum(w.table.used_cells - w.cells_cached for w in self._workers.values()),
-            cells_per_worker=min(cells, default=self._served.cells),
-            sequences_per_worker=self._served.sequences,
-            wait_us=self._forecast(self._line.tokens, 0),
-            start_us=self._fleet.start_us,
-        )
-
-    def _takers(self, served: Served) -> list[WorkerPlan]:
-        """Who may be given a generation of this model. Of one that was replaced, those that drain, if nobody else."""
-        own = [w for w in self._workers.values() if w.served is served]
-        staying = [w for w in own if not w.draining]
-        if staying or served is self._served:
-            return staying
-        return [w for w in own if w.drain_until_us is not None]
-
-    def _move_away(self, w: WorkerPlan) -> None:
-        """Residents of a draining worker leave: idle ones at once, running ones when there is another worker."""
-        self._changed[w.id] = w
-        elsewhere = self._has_another(w)
-        for r in list(w.residents.values()):
-            g = r.generation
-            if r.leaving or (g is None and r.rows) or (g is not None and not elsewhere):
-                continue
-            w.leave(r)
-            if g is not None:
-                self._counters.moved += 1
-                if not r.rows:
-                    g.session.model.line.add_returning(g)
+            if isinstance(instruction, DrainBegun) and (w := self._roster.get(instruction.worker)):
+                self._drains.begin(w, self._now, None)
 
     def _find_hangs(self) -> None:
-        for w in list(self._workers.values()):
+        for w in self._roster:
             if not w.in_flight:
                 continue
             predicted = sum(step_us(w, len(s.cells.cells)) or 0 for s in w.in_flight if s.cells)
@@ -839,9 +614,7 @@ class Control:
 
     def _lose(self, w: WorkerPlan) -> None:
         """The worker and every cell on it are gone: sessions keep their transcripts and wait for another place."""
-        self._fence(w.incarnation)
-        del self._workers[w.id]
-        self._changed.pop(w.id, None)
+        self._roster.remove(w)
         for r in w.residents.values():
             session, g = r.session, r.generation
             session.resident = None
@@ -853,14 +626,6 @@ class Control:
             if following is not None and following.state is State.SETTLING and following.leader is None:
                 session.model.line.add(following)
 
-    def _fence(self, incarnation: Incarnation) -> None:
-        self._fenced[incarnation] = None
-        if len(self._fenced) > _FENCED_REMEMBERED:
-            del self._fenced[next(iter(self._fenced))]
-
-    def _worker_of(self, r: Resident | None) -> WorkerPlan | None:
-        return self._workers.get(r.worker) if r is not None else None
-
     # --- sessions ---
 
     def _answer_session(self, event: SessionEvent) -> None:
@@ -868,7 +633,7 @@ class Control:
             match event:
                 case OpenSession():
                     session = self._sessions.open(event.tenant, event.cache_salt, opened=True, life=event.life)
-                    session.model = self._served
+                    session.model = self._models.served
                 case CloneSession():
                     session = self._clone_session(event)
                 case RewindSession():
@@ -888,18 +653,18 @@ class Control:
         twin = self._sessions.clone(source, event.upto, event.life)
         self._sessions.used(source, self._now)
         twin.model = source.model
-        w = self._worker_of(source.resident)
+        w = self._roster.home_of(source.resident)
         if w is not None and not w.draining and source.resident is not None and not source.resident.leaving:
-            w.clone(source.resident, twin, encode_note(_idle_note(twin)))
+            w.clone(source.resident, twin, idle_note(twin))
         return twin
 
     def _rewind_session(self, event: RewindSession) -> Session:
         session = self._sessions.get(event.session)
         self._sessions.rewind(session, event.position)
-        w, r = self._worker_of(session.resident), session.resident
+        w, r = self._roster.home_of(session.resident), session.resident
         if w is not None and r is not None and not r.rows:
             self._settled(w, r)
-            self._changed[w.id] = w
+            self._roster.touch(w)
         return session
 
     def _close_session(self, event: CloseSession) -> Session:
@@ -917,29 +682,28 @@ class Control:
         if session.generation is not None:
             self._finish(session.generation, FinishReason.CANCELLED)
         self._sessions.close(session)
-        w, r = self._worker_of(session.resident), session.resident
+        w, r = self._roster.home_of(session.resident), session.resident
         if w is not None and r is not None:
             w.leave(r)
-            self._changed[w.id] = w
+            self._roster.touch(w)
 
     # --- going on ---
 
     def _advance(self) -> None:
         """Start who can start, and send each worker the steps it may have."""
         while True:
-            for served in (*self._replaced, self._served):
+            for served in self._models.every:
                 if len(served.line):
                     self._start_waiting(served)
-            if not self._changed:
+            changed = self._roster.take_changed()
+            if not changed:
                 return
             parked: list[Generation] = []
-            changed = list(self._changed.values())
             for w in changed:
                 while (plan := w.form_step(self._now)) is not None:
                     self._out.append(RunStep(worker=w.id, plan=plan))
                 parked += w.parked
                 w.parked.clear()
-            self._changed.clear()
             for g in parked:
                 g.session.model.line.add_returning(g)
             self._counters.parked += len(parked)
@@ -951,21 +715,20 @@ class Control:
 
     def _release(self, w: WorkerPlan) -> None:
         """Let a draining worker go if nothing is on it, and nothing waits that it alone may take."""
-        if not (w.residents or w.in_flight or (len(w.served.line) and w in self._takers(w.served))):
-            self._fence(w.incarnation)
-            del self._workers[w.id]
+        if not (w.residents or w.in_flight or (len(w.served.line) and w in self._roster.takers(w.served))):
+            self._roster.remove(w)
             self._out.append(ReleaseWorker(worker=w.id))
 
     def _start_waiting(self, served: Served) -> None:
-        takers = self._takers(served)
+        takers = self._roster.takers(served)
         while (g := served.line.next()) is not None:
             if takers and not any(can_hold(w, g) for w in takers):
                 served.line.set_aside(g)  # for a roomier worker, as there was when it was admitted
                 continue
-            home = self._worker_of(g.session.resident)
+            home = self._roster.home_of(g.session.resident)
             if home is not None and g.session.resident is not None and not can_hold(home, g):
                 home.leave(g.session.resident)
-                self._changed[home.id] = home
+                self._roster.touch(home)
             fits = [
                 w
                 for w in takers
@@ -978,17 +741,17 @@ class Control:
                 way = next((w for w in by_preference(g, takers) if w.make_way(g)), None)
                 if way is None:
                     return
-                self._changed[way.id] = way
+                self._roster.touch(way)
                 if not way.parked:
                     return  # it will have its place when what is under way of the others is settled
             else:
-                self._changed[chosen.id] = chosen
+                self._roster.touch(chosen)
 
     def _start(self, g: Generation, w: WorkerPlan) -> bool:
         first = g.state is State.WAITING and not g.delivered
         had = g.session.resident
         had_tokens = had.planned if had else 0
-        if not w.start(g, encode_note(_note(g))):
+        if not w.start(g, note_of(g)):
             return False
         g.session.model.line.take(g)
         g.state = State.RUNNING
@@ -1001,48 +764,3 @@ class Control:
             g.first_step_us = self._now
             self._counters.cached_tokens += g.cached_tokens
         return True
-
-
-def _fault(result: StepResult, step: Step, w: WorkerPlan) -> str | None:
-    """What is wrong with an answer, if anything: checked as if the worker were wrong (D15, H9)."""
-    if result.step != step.number:
-        return f"step {result.step} was answered where step {step.number} was due"
-    if w.refusing:
-        return f"step {result.step} was run behind a refused one"
-    if len(result.tokens) != step.outputs:
-        return f"step {result.step} was answered with {len(result.tokens)} tokens, {step.outputs} were asked for"
-    if result.logprobs and len(result.logprobs) != step.outputs:
-        return f"step {result.step} was answered with {len(result.logprobs)} logprobs for {step.outputs} tokens"
-    if result.tokens and (min(result.tokens) < 0 or max(result.tokens) >= w.capability.vocab_size):
-        return f"step {result.step} brought a token that is not below the vocabulary size {w.capability.vocab_size}"
-    return None
-
-
-def _idle_note(session: Session) -> Note:
-    return Note(
-        session=session.id,
-        opened=session.opened,
-        tenant=session.tenant,
-        cache_salt=session.cache_salt,
-        length=session.length,
-        pending=session.transcript[-1] if session.pending else None,
-    )
-
-
-def _note(g: Generation) -> Note:
-    session = g.session
-    return Note(
-        session=session.id,
-        opened=session.opened,
-        tenant=session.tenant,
-        cache_salt=session.cache_salt,
-        generation=g.id,
-        prompt_tokens=g.prompt_tokens,
-        generated_from=g.generated_from,
-        base=g.base,
-        submitted_us=g.submitted_us,
-        priority=g.options.priority,
-        max_new_tokens=g.limit,
-        stop_token_ids=g.options.stop_token_ids,
-        delivered_before=g.options.delivered_before,
-    )

@@ -193,7 +193,7 @@ class HostileWorkers:
         ghost = self._rng.choice(self._dead)
         if ghost.last is not None:
             self._post(StepDone(at_us=now_us, worker=ghost.name, result=ghost.last))
-        if ghost.incarnation in self._control._fenced and self._rng.random() < 0.3:
+        if ghost.incarnation in self._control._roster._fenced and self._rng.random() < 0.3:
             self._post(WorkerJoined(at_us=now_us, worker=ghost.name, capability=ghost.executor.describe()))
 
     def _lie(self, result: StepResult) -> StepResult:

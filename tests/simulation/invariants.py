@@ -13,7 +13,7 @@ from microtome.planner.worker_plan import WorkerPlan
 
 
 def check(control: Control) -> None:
-    for w in control._workers.values():
+    for w in control._roster:
         check_cells(w)
         check_residents(w)
         check_steps(w, control._config.plan_ahead)
@@ -97,7 +97,7 @@ def check_steps(w: WorkerPlan, plan_ahead: int) -> None:
 
 def check_generations(control: Control) -> None:
     """Every generation is in exactly one place."""
-    lines = [served.line for served in (control._served, *control._replaced)]
+    lines = [served.line for served in (control._models.served, *control._models.replaced)]
     in_line = [g.id for line in lines for g in line.in_order()]
     assert len(in_line) == len(set(in_line)), "a generation stands in line twice"
     waiting = sum(g.state in (State.WAITING, State.SETTLING) for g in control._generations.values())
@@ -125,19 +125,19 @@ def check_generations(control: Control) -> None:
             case State.ENDED:
                 raise AssertionError(f"generation {name} has ended and is remembered")
         assert g.session.generation is g
-        assert g.session.model in (control._served, *control._replaced), "its model is forgotten"
-        worker = control._workers.get(r.worker) if placed and r is not None else None
+        assert g.session.model in (control._models.served, *control._models.replaced), "its model is forgotten"
+        worker = control._roster.get(r.worker) if placed and r is not None else None
         assert worker is None or worker.served is g.session.model, f"generation {name} runs on another model"
         assert len(g.session.transcript) == g.generated_from + g.delivered
 
 
 def check_bounds(control: Control) -> None:
     config = control._config
-    assert control._line.waiting <= config.max_waiting, f"{control._line.waiting} wait"
-    idle = {s for w in control._workers.values() for s, r in w.residents.items() if r.generation is None and not r.rows}
-    assert idle == {s for w in control._workers.values() for s in w.idle}, "the idle sessions are listed wrong"
+    assert control._models.served.line.waiting <= config.max_waiting, f"{control._models.served.line.waiting} wait"
+    idle = {s for w in control._roster for s, r in w.residents.items() if r.generation is None and not r.rows}
+    assert idle == {s for w in control._roster for s in w.idle}, "the idle sessions are listed wrong"
     hidden = {g.session.id for g in control._generations.values() if not g.session.opened}
     opened = {s.id for s in control._sessions._by_id.values() if s.opened}
     assert set(control._sessions._by_id) == hidden | opened, "a session that nobody can reach is kept"
     assert control._sessions.opened == len(opened) <= config.max_sessions
-    assert len(control._fenced) <= 1024
+    assert len(control._roster._fenced) <= 1024

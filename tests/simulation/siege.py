@@ -72,8 +72,8 @@ class Siege:
         self._callers.check_answers(instructions)
         self._workers.carry_out(instructions)
         check(self._control)
-        for name, w in self._control._workers.items():
-            check_labels(w, self._workers.executor(name))
+        for w in self._control._roster:
+            check_labels(w, self._workers.executor(w.id))
         return instructions
 
     def _come_to_rest(self) -> None:
@@ -94,9 +94,9 @@ class Siege:
         self._callers.close_all(self._now_us)
         while self._workers.busy:
             self._workers.answer(self._now_us, soundly=True)
-        for name, w in self._control._workers.items():
-            assert not w.residents, f"{name} is not empty"
-            assert w.table.used_cells == w.cells_cached, f"{name} leaks cells"
+        for w in self._control._roster:
+            assert not w.residents, f"{w.id} is not empty"
+            assert w.table.used_cells == w.cells_cached, f"{w.id} leaks cells"
         status = self._control.status()
         assert status.running == status.waiting == status.sessions == 0, f"not all ended: {status}"
         counters = status.counters

@@ -124,7 +124,7 @@ class World:
 
     def _poison(self, worker: SimWorker) -> None:
         """Cells that nobody holds in the planner's table hold nothing on the worker, once it knows of it."""
-        w = self.control._workers.get(worker.name)
+        w = self.control._roster.get(worker.name)
         if w is None or w.incarnation != worker.incarnation or not worker.idle or w.in_flight:
             return
         if not w._ops:
@@ -189,7 +189,7 @@ class World:
 
     def _wake(self, worker: SimWorker) -> None:
         """A worker that hung and was given up is back, as it was."""
-        if worker.incarnation not in self.control._fenced:
+        if worker.incarnation not in self.control._roster._fenced:
             return  # this driver has never heard of it
         self.story.tell(self.clock.now_us, f"{worker.name} wakes up")
         self.post(
@@ -281,7 +281,7 @@ class World:
         return not self.callers.unfinished() and all(worker.idle for worker in self.workers.values())
 
     def _staying(self) -> int:
-        return sum(not w.draining for w in self.control._workers.values())
+        return sum(not w.draining for w in self.control._roster)
 
     def _check_end(self) -> None:
         self.callers.close_all()
@@ -294,7 +294,7 @@ class World:
             assert self.clock.now_us < deadline_us, f"{self._staying()} workers stay with nothing to do"
         status = self.control.status()
         assert status.running == status.waiting == status.sessions == 0, f"not all ended: {status}"
-        for w in self.control._workers.values():
+        for w in self.control._roster:
             assert not w.residents, f"{w.id} is not empty"
             assert not w.in_flight, f"{w.id} is not at rest"
             assert w.table.used_cells == w.cells_cached, f"{w.id} leaks cells"

@@ -218,7 +218,7 @@ def test_released_worker_is_forgotten_and_its_late_answers_are_dropped() -> None
     incarnation = cluster.executors["worker-1"].describe().incarnation
     cluster.drain("worker-1")
     assert [w.worker for w in cluster.control.status().workers] == ["worker-2"]
-    assert incarnation in cluster.control._fenced
+    assert incarnation in cluster.control._roster._fenced
 
 
 # --- update ---
@@ -258,7 +258,7 @@ def test_update_to_another_model_ends_old_streams_on_the_old_one_and_begins_new_
         assert cluster.tokens[name] == generate([n] * 10, replace(sampling, prompt_tokens=10), 50, (), 500)
     assert [(u.revision, u.error) for u in cluster.updates] == [(1, None)]
     assert len(cluster.names) == 2
-    assert cluster.control._replaced == []
+    assert cluster.control._models.replaced == ()
 
 
 def test_tokens_of_the_old_model_that_come_late_go_to_it_while_it_is_there_and_are_refused_after() -> None:

@@ -13,7 +13,9 @@ UNMEASURED = MethodTable(tuple(replace(m, cost_us=0, cost_ns_per_token=0) for m 
 
 
 def worker(cluster: SmallCluster) -> WorkerPlan:
-    return cluster.control._workers[WorkerId("w0")]
+    w = cluster.control._roster.get(WorkerId("w0"))
+    assert w is not None
+    return w
 
 
 def test_a_prompt_takes_the_steps_that_it_and_what_is_before_it_fill() -> None:

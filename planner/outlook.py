@@ -1,0 +1,139 @@
+"""What can be said of the service: its status and load, where a generation is, when a first token can be expected.
+
+Reads the planner's books and changes nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from microtome.planner.counters import Counters
+from microtome.planner.fleet import Fleet
+from microtome.planner.forecast import ttft_us
+from microtome.planner.generations import Generation, State
+from microtome.planner.models import Models
+from microtome.planner.placement import can_hold
+from microtome.planner.roster import Roster
+from microtome.planner.scaling import Load
+from microtome.planner.sessions import Sessions
+from microtome.planner.status import ControlStatus, Waiting, Whereabouts, WorkerStatus
+from microtome.planner.types import GenerationId
+
+_RETRY_MS = 1000  # where nothing is measured yet
+RETRY_MAX_MS = 60_000
+
+
+class Outlook:
+    def __init__(
+        self,
+        roster: Roster,
+        models: Models,
+        sessions: Sessions,
+        generations: Mapping[GenerationId, Generation],
+        counters: Counters,
+    ) -> None:
+        self._roster = roster
+        self._models = models
+        self._sessions = sessions
+        self._generations = generations
+        self._counters = counters
+
+    def status(self) -> ControlStatus:
+        """A snapshot, consistent in itself."""
+        workers = tuple(
+            WorkerStatus(
+                worker=w.id,
+                incarnation=w.incarnation,
+                draining=w.draining,
+                revision=w.revision,
+                cells_used=w.table.used_cells - w.cells_cached,
+                cells_cached=w.cells_cached,
+                cells_usable=w.table.usable_cells,
+                sessions=len(w.residents),
+                running=w.running,
+                steps=w.steps,
+                steps_in_flight=len(w.in_flight),
+                step_us=w.step_us,
+                idle_us=w.idle_us,
+            )
+            for w in self._roster
+        )
+        running = sum(w.running for w in self._roster)
+        return ControlStatus(
+            workers=workers,
+            running=running,
+            waiting=len(self._generations) - running,
+            sessions=self._sessions.opened,
+            waiting_tokens=self._models.served.line.tokens,
+            wait_us=self.forecast(self._models.served.line.tokens, 0),
+            counters=replace(self._counters),
+        )
+
+    def where(self, generation: GenerationId) -> Whereabouts | None:
+        """Where a generation is and what it waits for; None if it has ended or never was. Walks the line."""
+        g = self._generations.get(generation)
+        if g is None:
+            return None
+        r = g.session.resident
+        worker = next((w for w in self._roster if r and w.residents.get(g.session.id) is r), None)
+        if g.state is State.RUNNING and worker is not None:
+            standing = worker.scheduler.standing(g.session.id)
+            waits_for = Waiting(standing.behind.value) if standing and standing.ahead else Waiting.NOTHING
+            own = r.undone if r else 0
+            ttft = None if g.delivered else ttft_us(worker, -own, own)
+            return Whereabouts(
+                running=True, position=0, waits_for=waits_for, predicted_ttft_us=ttft, delivered=g.delivered,
+                worker=worker.id,
+            )  # fmt: skip
+        before = list(takewhile(lambda other: other is not g, g.session.model.line.in_order()))
+        ahead = sum(len(other.session.transcript) for other in before)
+        return Whereabouts(
+            running=False,
+            position=len(before),
+            waits_for=self._reason(g, before),
+            predicted_ttft_us=None if g.delivered else self.forecast(ahead, len(g.session.transcript)),
+            delivered=g.delivered,
+            worker=None,
+        )
+
+    def forecast(self, ahead: int, own: int) -> int | None:
+        """Microseconds to the first token of a prompt of `own` tokens behind a line of `ahead`; None: unknown."""
+        staying = self._roster.takers(self._models.served)
+        forecasts = [ttft_us(w, ahead // len(staying), own) for w in staying]
+        known = [f for f in forecasts if f is not None]
+        return min(known) if known else None
+
+    def retry_after_ms(self) -> int:
+        """When the line will have moved on by half."""
+        predicted = self.forecast(self._models.served.line.tokens // 2, 0)
+        return _RETRY_MS if predicted is None else max(1, min(predicted // 1000, RETRY_MAX_MS))
+
+    def load(self, fleet: Fleet, now_us: int) -> Load:
+        """What the workers, those to come included, have to do."""
+        staying = self._roster.staying()
+        cells = [w.capability.usable_cells for w in staying]
+        return Load(
+            at_us=now_us,
+            ready=len(staying),
+            starting=fleet.loading,
+            generations=len(self._generations) + fleet.callers,
+            waiting_tokens=self._models.served.line.tokens,
+            cells_used=sum(w.table.used_cells - w.cells_cached for w in self._roster),
+            cells_per_worker=min(cells, default=self._models.served.cells),
+            sequences_per_worker=self._models.served.sequences,
+            wait_us=self.forecast(self._models.served.line.tokens, 0),
+            start_us=fleet.start_us,
+        )
+
+    def _reason(self, g: Generation, before: Sequence[Generation]) -> Waiting:
+        if g.state is State.SETTLING:
+            return Waiting.SHARED_PROMPT if g.leader else Waiting.OWN_SESSION
+        staying = [w for w in self._roster.takers(g.session.model) if can_hold(w, g)]
+        if not staying:
+            return Waiting.NO_WORKER
+        later = [other for other in before if other.rank[1] > g.rank[1]]  # those that came after it
+        if any(other.options.priority > g.options.priority for other in later):
+            return Waiting.PRIORITY
+        if any(other.options.tenant != g.options.tenant for other in later):
+            return Waiting.TENANT_SHARE
+        return Waiting.CELLS if any(w.has_sequence or w.idle for w in staying) else Waiting.SEQUENCES
