@@ -26,7 +26,7 @@ from torch.export import Dim, ExportedProgram
 
 from microtome.cuda_runtime.attention.registry import get_attention
 from microtome.cuda_runtime.checkpoint import Checkpoint, find_checkpoint
-from microtome.cuda_runtime.linear.packed import pack_linears
+from microtome.cuda_runtime.linear.packed import join_side_by_side, operators, pack_linears
 from microtome.cuda_runtime.model import CellModel, LayerGeometry, skeleton
 from microtome.planner.errors import BadConfig
 
@@ -125,7 +125,11 @@ def export(
         [{0: cell_axis} for _ in layers],
     )
     with torch.no_grad():
-        return torch.export.export(model, arguments, dynamic_shapes=shapes, strict=False)
+        exported = torch.export.export(model, arguments, dynamic_shapes=shapes, strict=False)
+    if device.type == "cpu" and operators() is not None:
+        join_side_by_side(exported.graph)
+        exported.graph_module.recompile()
+    return exported
 
 
 def compile_exported(exported: ExportedProgram, path: Path) -> None:

@@ -6,17 +6,20 @@ result has the same bits whatever other rows share the forward and however many 
 """
 
 from functools import cache
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 
 from microtome.cuda_runtime.arena import Arena, room
 from microtome.cuda_runtime.native_library import build_library, find_compiler
 
 SOURCES = Path(__file__).parent / "native"
 BLOCK = 32  # outputs of a block
+SIDE_BY_SIDE = (2, 3)  # layers that one operator takes
 
 
 class PackedLinear(nn.Module):
@@ -53,7 +56,8 @@ def operators() -> Any:
     if find_compiler() is None:
         return None
     torch.ops.load_library(str(build_library("linear", SOURCES)))  # type: ignore[no-untyped-call]
-    torch.library.register_fake("microtome::packed_linear", _fake)
+    for name in ("packed_linear", *(f"packed_linear_{count}" for count in SIDE_BY_SIDE)):
+        torch.library.register_fake(f"microtome::{name}", _fake)
     return torch.ops.microtome
 
 
@@ -94,5 +98,38 @@ def packed_bytes(linear: nn.Linear) -> int:
     return -(-linear.out_features // BLOCK) * BLOCK * linear.in_features * linear.weight.dtype.itemsize
 
 
-def _fake(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], outputs))
+def join_side_by_side(graph: Graph) -> int:
+    """In a traced graph, let layers over the same rows run as one operator, two or three at a time; how many were.
+
+    Threads are woken once for all of them. Weights are arguments of the graph, so each is there before the first.
+    """
+    over_same_rows: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.microtome.packed_linear.default:
+            over_same_rows.setdefault(node.args[0], []).append(node)
+    joined = 0
+    widest = max(SIDE_BY_SIDE)
+    for rows, layers in over_same_rows.items():
+        for begin in range(0, len(layers), widest):
+            group = layers[begin : begin + widest]
+            if len(group) < 2:
+                continue
+            operator = getattr(torch.ops.microtome, f"packed_linear_{len(group)}").default
+            with graph.inserting_before(group[0]):
+                arguments = [argument for layer in group for argument in layer.args[1:]]
+                together = graph.call_function(operator, (rows, *arguments))
+                together.meta["val"] = tuple(layer.meta["val"] for layer in group)
+                for place, layer in enumerate(group):
+                    result = graph.call_function(getitem, (together, place))
+                    result.meta["val"] = layer.meta["val"]
+                    layer.replace_all_uses_with(result)
+            for layer in group:
+                graph.erase_node(layer)
+            joined += len(group)
+    graph.lint()
+    return joined
+
+
+def _fake(x: Tensor, *layers: Any) -> Tensor | tuple[Tensor, ...]:
+    results = tuple(x.new_empty((*x.shape[:-1], outputs)) for outputs in layers[2::3])
+    return results if len(results) > 1 else results[0]

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from microtome.cuda_runtime.arena import HUGE_PAGE, Arena, room
 from microtome.cuda_runtime.linear import packed
-from microtome.cuda_runtime.linear.packed import PackedLinear, can_pack, operators, pack, pack_linears
+from microtome.cuda_runtime.linear.packed import (
+    PackedLinear,
+    can_pack,
+    join_side_by_side,
+    operators,
+    pack,
+    pack_linears,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 ROWS = (1, 2, 3, 5, 11, 12, 13, 16, 17, 31, 32, 33, 64, 70)
@@ -103,6 +110,53 @@ def test_a_model_is_packed_in_place_and_tied_weights_stay() -> None:
     assert isinstance(model.head, PackedLinear) is packable
     assert torch.allclose(model(torch.arange(9)), expected, atol=1e-5)
     assert pack_linears(model) == 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_layers_side_by_side_have_the_bits_of_layers_one_by_one(dtype: torch.dtype) -> None:
+    if not runnable(dtype):
+        return
+    layers = [layer(192, 96, dtype), layer(33, 96, dtype, bias=False), layer(64, 96, dtype)]
+    arguments = [(pack(linear.weight), linear.bias, linear.out_features) for linear in layers]
+    for count in ROWS:
+        x = rows(count, 96, dtype)
+        alone = [operators().packed_linear(x, *argument) for argument in arguments]
+        for together in (
+            operators().packed_linear_2(x, *arguments[0], *arguments[1]),
+            operators().packed_linear_3(x, *arguments[0], *arguments[1], *arguments[2]),
+        ):
+            assert all(torch.equal(ours, expected) for ours, expected in zip(together, alone, strict=False))
+
+
+def test_a_traced_model_runs_layers_over_the_same_rows_side_by_side() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(layer(32 * (index + 1), 64, torch.float32) for index in range(6))
+            self.last = layer(64, 64, torch.float32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            widths = [branch(x * 2 if index == 5 else x).sum() for index, branch in enumerate(self.branches)]
+            result: Tensor = self.last(x + torch.stack(widths).sum())
+            return result
+
+    model = Branches()
+    if pack_linears(model) == 0:
+        return
+    x = rows(3, 64, torch.float32)
+    expected = model(x)
+    traced = torch.export.export(model, (x,))
+    assert join_side_by_side(traced.graph) == 5  # three and two; the sixth branch and the last have rows of their own
+    traced.graph_module.recompile()
+    names = [str(node.target) for node in traced.graph.nodes if "packed_linear" in str(node.target)]
+    assert [name.split(".")[1] for name in names] == [
+        "packed_linear_3",
+        "packed_linear_2",
+        "packed_linear",
+        "packed_linear",
+    ]
+    assert torch.equal(traced.module()(x), expected)
+    assert join_side_by_side(traced.graph) == 0
 
 
 def test_what_the_kernels_do_not_take_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

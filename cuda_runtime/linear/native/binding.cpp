@@ -1,10 +1,12 @@
-// The kernels as a torch operator of the CPU: checks what is cheap, before anything is touched.
+// The kernels as torch operators of the CPU: checks what is cheap, before anything is touched.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <array>
 #include <optional>
+#include <tuple>
 
 #include "kernels.h"
 
@@ -13,54 +15,91 @@ namespace {
 using at::Tensor;
 using microtome::Unit;
 
-Tensor packed_linear_by(const Tensor& x_any, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs,
-                        Unit unit) {
-  TORCH_CHECK(x_any.dim() >= 1 && packed.scalar_type() == x_any.scalar_type() && packed.is_contiguous(),
-              "the packed weight is not a dense ", x_any.scalar_type(), " tensor");
-  const int64_t inputs = x_any.size(-1), blocks = (outputs + microtome::kBlock - 1) / microtome::kBlock;
-  TORCH_CHECK(packed.numel() == blocks * microtome::kBlock * inputs, "a weight of ", packed.numel(),
-              " elements does not take ", inputs, " inputs to ", outputs, " outputs");
-  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == outputs && bias->is_contiguous() &&
-                        bias->scalar_type() == x_any.scalar_type()),
-              "the bias is not a dense vector of ", outputs);
-  const Tensor x = x_any.reshape({-1, inputs});
-  const Tensor rows = x.stride(1) == 1 ? x : x.contiguous();
-  auto shape = x_any.sizes().vec();
-  shape.back() = outputs;
-  Tensor y = at::empty(shape, x_any.options());
-  microtome::Linear l{};
-  l.x = rows.const_data_ptr();
-  l.x_stride = rows.stride(0);
-  l.packed = packed.const_data_ptr();
-  l.bias = bias ? bias->const_data_ptr() : nullptr;
-  l.y = y.data_ptr();
-  l.rows = rows.size(0);
-  l.inputs = inputs;
-  l.outputs = outputs;
-  l.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  if (l.rows == 0) return y;
-  if (x_any.scalar_type() == at::kFloat) {
-    TORCH_CHECK(microtome::float32_served(), "this CPU has no unit for float32");
-    microtome::linear_float32(l);
-  } else {
-    TORCH_CHECK(x_any.scalar_type() == at::kBFloat16 && unit != Unit::kNone, "this CPU has no unit for ",
-                x_any.scalar_type());
-    TORCH_CHECK(inputs % 32 == 0, inputs, " inputs are no multiple of 32");
-    microtome::linear_bfloat16(l, unit);
-  }
-  return y;
+struct Weight {
+  const Tensor& packed;
+  const std::optional<Tensor>& bias;
+  int64_t outputs;
+};
+
+void check(const Tensor& x, const Weight& weight) {
+  TORCH_CHECK(x.dim() >= 1 && weight.packed.scalar_type() == x.scalar_type() && weight.packed.is_contiguous(),
+              "the packed weight is not a dense ", x.scalar_type(), " tensor");
+  const int64_t inputs = x.size(-1), blocks = (weight.outputs + microtome::kBlock - 1) / microtome::kBlock;
+  TORCH_CHECK(weight.packed.numel() == blocks * microtome::kBlock * inputs, "a weight of ", weight.packed.numel(),
+              " elements does not take ", inputs, " inputs to ", weight.outputs, " outputs");
+  const std::optional<Tensor>& bias = weight.bias;
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.outputs && bias->is_contiguous() &&
+                        bias->scalar_type() == x.scalar_type()),
+              "the bias is not a dense vector of ", weight.outputs);
 }
 
-Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
+template <size_t kCount>
+std::array<Tensor, kCount> run(const Tensor& x, const std::array<Weight, kCount>& weights, Unit unit) {
+  for (const Weight& weight : weights) check(x, weight);
+  const int64_t inputs = x.size(-1);
+  if (x.scalar_type() == at::kFloat) {
+    TORCH_CHECK(microtome::float32_served(), "this CPU has no unit for float32");
+  } else {
+    TORCH_CHECK(x.scalar_type() == at::kBFloat16 && unit != Unit::kNone, "this CPU has no unit for ", x.scalar_type());
+    TORCH_CHECK(inputs % 32 == 0, inputs, " inputs are no multiple of 32");
+  }
+  const Tensor flat = x.reshape({-1, inputs});
+  const Tensor rows = flat.stride(1) == 1 ? flat : flat.contiguous();
+  std::array<Tensor, kCount> results;
+  std::array<microtome::Linear, kCount> layers{};
+  auto shape = x.sizes().vec();
+  for (size_t i = 0; i < kCount; ++i) {
+    shape.back() = weights[i].outputs;
+    results[i] = at::empty(shape, x.options());
+    layers[i].x = rows.const_data_ptr();
+    layers[i].x_stride = rows.stride(0);
+    layers[i].packed = weights[i].packed.const_data_ptr();
+    layers[i].bias = weights[i].bias ? weights[i].bias->const_data_ptr() : nullptr;
+    layers[i].y = results[i].data_ptr();
+    layers[i].rows = rows.size(0);
+    layers[i].inputs = inputs;
+    layers[i].outputs = weights[i].outputs;
+    layers[i].threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  }
+  if (rows.size(0) == 0) return results;
+  if (x.scalar_type() == at::kFloat) {
+    microtome::linear_float32(layers.data(), kCount);
+  } else {
+    microtome::linear_bfloat16(layers.data(), kCount, unit);
+  }
+  return results;
+}
+
+Unit widest_unit() {
   static const Unit unit = microtome::bfloat16_unit();
-  return packed_linear_by(x, packed, bias, outputs, unit);
+  return unit;
+}
+
+using Bias = std::optional<Tensor>;
+
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const Bias& bias, int64_t outputs) {
+  return run<1>(x, {{{packed, bias, outputs}}}, widest_unit())[0];
+}
+
+std::tuple<Tensor, Tensor> packed_linear_2(const Tensor& x, const Tensor& packed, const Bias& bias, int64_t outputs,
+                                           const Tensor& packed_1, const Bias& bias_1, int64_t outputs_1) {
+  auto results = run<2>(x, {{{packed, bias, outputs}, {packed_1, bias_1, outputs_1}}}, widest_unit());
+  return {results[0], results[1]};
+}
+
+std::tuple<Tensor, Tensor, Tensor> packed_linear_3(const Tensor& x, const Tensor& packed, const Bias& bias,
+                                                   int64_t outputs, const Tensor& packed_1, const Bias& bias_1,
+                                                   int64_t outputs_1, const Tensor& packed_2, const Bias& bias_2,
+                                                   int64_t outputs_2) {
+  auto results = run<3>(
+      x, {{{packed, bias, outputs}, {packed_1, bias_1, outputs_1}, {packed_2, bias_2, outputs_2}}}, widest_unit());
+  return {results[0], results[1], results[2]};
 }
 
 // The same on the narrower unit, so that it is tested where there is a wider one.
-Tensor packed_linear_vectors(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-                             int64_t outputs) {
-  const Unit unit = microtome::bfloat16_unit() == Unit::kNone ? Unit::kNone : Unit::kVectors;
-  return packed_linear_by(x, packed, bias, outputs, unit);
+Tensor packed_linear_vectors(const Tensor& x, const Tensor& packed, const Bias& bias, int64_t outputs) {
+  const Unit unit = widest_unit() == Unit::kNone ? Unit::kNone : Unit::kVectors;
+  return run<1>(x, {{{packed, bias, outputs}}}, unit)[0];
 }
 
 // 0: none, 1: vectors, 2: the matrix unit.
@@ -71,6 +110,12 @@ bool float32_served() { return microtome::float32_served(); }
 
 TORCH_LIBRARY_FRAGMENT(microtome, m) {
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor");
+  m.def(
+      "packed_linear_2(Tensor x, Tensor packed, Tensor? bias, int outputs, Tensor packed_1, Tensor? bias_1, "
+      "int outputs_1) -> (Tensor, Tensor)");
+  m.def(
+      "packed_linear_3(Tensor x, Tensor packed, Tensor? bias, int outputs, Tensor packed_1, Tensor? bias_1, "
+      "int outputs_1, Tensor packed_2, Tensor? bias_2, int outputs_2) -> (Tensor, Tensor, Tensor)");
   m.def("packed_linear_vectors(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor");
   m.def("bfloat16_unit() -> int", bfloat16_unit);
   m.def("float32_served() -> bool", float32_served);
@@ -78,5 +123,7 @@ TORCH_LIBRARY_FRAGMENT(microtome, m) {
 
 TORCH_LIBRARY_IMPL(microtome, CPU, m) {
   m.impl("packed_linear", packed_linear);
+  m.impl("packed_linear_2", packed_linear_2);
+  m.impl("packed_linear_3", packed_linear_3);
   m.impl("packed_linear_vectors", packed_linear_vectors);
 }

@@ -25,8 +25,8 @@ namespace microtome {
 
 Unit bfloat16_unit() { return Unit::kNone; }
 bool float32_served() { return false; }
-void linear_float32(const Linear&) {}
-void linear_bfloat16(const Linear&, Unit) {}
+void linear_float32(const Linear*, int) {}
+void linear_bfloat16(const Linear*, int, Unit) {}
 
 #else
 
@@ -41,18 +41,26 @@ constexpr int64_t kAheadBytes = 1024;  // weights that come from memory are aske
 
 inline __mmask16 mask16(int64_t count) { return count >= 16 ? 0xffff : __mmask16((1u << std::max<int64_t>(count, 0)) - 1); }
 
-// Calls work(first, end) on every thread with its share of the blocks of 32 outputs.
+inline int64_t blocks_of(const Linear& l) { return (l.outputs + kBlock - 1) / kBlock; }
+
+// Calls work(layer, first, end) on every thread with its share of the blocks of 32 outputs of all layers.
 template <typename Work>
-void over_blocks(const Linear& l, Work work) {
-  const int64_t blocks = (l.outputs + kBlock - 1) / kBlock;
-  const int64_t useful = l.rows * l.inputs * blocks <= kSerialWork ? 1 : blocks;
-  const int threads = int(std::min<int64_t>(l.threads, useful));
-  if (threads <= 1) {
-    work(int64_t{0}, blocks);
-    return;
-  }
+void over_blocks(const Linear* layers, int count, Work work) {
+  int64_t blocks = 0;
+  for (int i = 0; i < count; ++i) blocks += blocks_of(layers[i]);
+  const int64_t useful = layers->rows * layers->inputs * blocks <= kSerialWork ? 1 : blocks;
+  const int threads = int(std::min<int64_t>(layers->threads, useful));
+  const auto share = [&](int64_t first, int64_t end) {
+    for (int i = 0; i < count && end > 0; ++i) {
+      const int64_t here = blocks_of(layers[i]);
+      if (first < here) work(layers[i], std::max<int64_t>(first, 0), std::min(end, here));
+      first -= here;
+      end -= here;
+    }
+  };
+  if (threads <= 1) return share(0, blocks);
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
-  for (int share = 0; share < threads; ++share) work(blocks * share / threads, blocks * (share + 1) / threads);
+  for (int i = 0; i < threads; ++i) share(blocks * i / threads, blocks * (i + 1) / threads);
 }
 
 // ---- float32 ----
@@ -274,8 +282,8 @@ void share_of_tiles(const Linear& l, int64_t first, int64_t end) {
 
 bool float32_served() { return true; }
 
-void linear_float32(const Linear& l) {
-  over_blocks(l, [&](int64_t first, int64_t end) {
+void linear_float32(const Linear* layers, int count) {
+  over_blocks(layers, count, [](const Linear& l, int64_t first, int64_t end) {
     int64_t block = first;
     if (l.rows <= kRowsFew) {
       for (; block + 4 <= end; block += 4) last_float32<kRowsFew, 4, true>(l, block, 0);
@@ -296,15 +304,12 @@ Unit bfloat16_unit() {
 #endif
 }
 
-void linear_bfloat16(const Linear& l, Unit unit) {
+void linear_bfloat16(const Linear* layers, int count, Unit unit) {
 #ifdef MICROTOME_AMX
-  if (unit == Unit::kMatrix) {
-    over_blocks(l, [&](int64_t first, int64_t end) { share_of_tiles(l, first, end); });
-    return;
-  }
+  if (unit == Unit::kMatrix) return over_blocks(layers, count, share_of_tiles);
 #endif
 #ifdef MICROTOME_BF16
-  over_blocks(l, [&](int64_t first, int64_t end) {
+  over_blocks(layers, count, [](const Linear& l, int64_t first, int64_t end) {
     for (int64_t block = first; block < end; ++block) {
       int64_t row = 0;
       for (; row + kRows <= l.rows; row += kRows) rows_bfloat16<kRows>(l, block, row);

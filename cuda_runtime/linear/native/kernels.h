@@ -22,7 +22,7 @@ struct Linear {
   const void* bias;    // [outputs] in x's type, or null
   void* y;             // [rows, outputs], dense
   int64_t rows, inputs, outputs;
-  int threads;
+  int threads;         // of all layers of a call, the first one's
 };
 
 enum class Unit { kNone, kVectors, kMatrix };  // what this CPU multiplies bfloat16 with
@@ -30,7 +30,8 @@ enum class Unit { kNone, kVectors, kMatrix };  // what this CPU multiplies bfloa
 Unit bfloat16_unit();
 bool float32_served();
 
-void linear_float32(const Linear&);
-void linear_bfloat16(const Linear&, Unit unit);  // `unit` is one this CPU has, and not kNone
+// `count` layers over the same rows, side by side: threads are woken once for all of them.
+void linear_float32(const Linear* layers, int count);
+void linear_bfloat16(const Linear* layers, int count, Unit unit);  // `unit` is one this CPU has, and not kNone
 
 }  // namespace microtome
