@@ -2,10 +2,7 @@
 
 import logging
 import platform
-import time
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,9 +13,8 @@ from microtome.cuda_runtime.checkpoint import find_checkpoint, fingerprint
 from microtome.cuda_runtime.device_holders import check_unheld
 from microtome.cuda_runtime.executor import Executor
 from microtome.cuda_runtime.kv_pool import KvPool, allocate_pool, size_pool
+from microtome.cuda_runtime.measure import measured
 from microtome.cuda_runtime.method import (
-    LINES,
-    ROWS,
     CapturedMethod,
     DynamicMethod,
     Method,
@@ -34,8 +30,6 @@ from microtome.planner.errors import BadConfig
 from microtome.planner.types import Capability, Cell, Incarnation, MethodSpec, MethodTable
 
 _log = logging.getLogger("microtome.runtime")
-
-MEASURED_RUNS = 3  # per method and width, after one to warm up; the quickest counts
 
 
 def build(options: RuntimeOptions) -> Executor:
@@ -67,7 +61,7 @@ def build(options: RuntimeOptions) -> Executor:
     with start_up.stage("capture"):
         methods = _methods(options, model, rows, pool, device)
     with start_up.stage("warm-up"):
-        table = MethodTable(tuple(_measured(method, rows) for method in methods))
+        table = MethodTable(measured(methods, rows))
     _log.info("ready: %s", start_up)
     capability = Capability(
         incarnation=Incarnation(uuid.uuid4().hex),
@@ -133,24 +127,6 @@ def _program(forward: Forward, rows: RowTable, pool: KvPool) -> Program:
     return program
 
 
-@torch.inference_mode()
-def _measured(method: Method, rows: RowTable) -> MethodSpec:
-    """Warm the method up; its spec, with the cost of forwards of nothing but padding."""
-
-    def cost_us(width: int) -> int:
-        columns_5N = torch.zeros(LINES, width, dtype=torch.int64, device=rows.device.device)
-        columns_5N[ROWS] = rows.padding_row
-        return _quickest_us(lambda: method.run(columns_5N, 1), rows.device.device)
-
-    spec = method.spec
-    if spec.static:
-        return replace(spec, cost_us=cost_us(spec.max_tokens))
-    narrow, wide = max(spec.min_tokens, spec.max_tokens // 8), spec.max_tokens
-    narrow_us, wide_us = cost_us(narrow), cost_us(wide)
-    slope = max(0.0, (wide_us - narrow_us) / max(1, wide - narrow))
-    return replace(spec, cost_us=max(1, round(wide_us - slope * wide)), cost_ns_per_token=round(slope * 1000))
-
-
 def export(options: RuntimeOptions, path: Path) -> StartUp:
     """Make an artifact of the model at `path`; where its time went. Raises `BadConfig`."""
     start_up = StartUp()
@@ -170,17 +146,3 @@ def _device_name(device: torch.device) -> str:
 
 def _device_uuid(device: torch.device) -> str:
     return platform.node() if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _quickest_us(run: Callable[[], Tensor], device: torch.device) -> int:
-    quickest_ns: int | None = None
-    for index in range(1 + MEASURED_RUNS):
-        started_ns = time.perf_counter_ns()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        took_ns = time.perf_counter_ns() - started_ns
-        if index and (quickest_ns is None or took_ns < quickest_ns):
-            quickest_ns = took_ns
-    assert quickest_ns is not None
-    return max(1, quickest_ns // 1000)

@@ -23,6 +23,7 @@ for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
     os.environ.pop(name, None)
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, THREADS)
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as microtome.cuda_runtime has it, which a test may import after torch
 
 folder = tempfile.mkdtemp(prefix="mt-", dir="/tmp")  # short: Ray's socket paths below it must fit in 107 bytes
 atexit.register(shutil.rmtree, folder, ignore_errors=True)
