@@ -1,4 +1,4 @@
-"""Measured costs: the quickest of rounds in turns, and never a narrow method dearer than a wide one."""
+"""Measured costs: the quickest of rounds in turns, and a narrow method always cheaper than a wide one."""
 
 import torch
 from torch import Tensor
@@ -57,10 +57,10 @@ def test_the_quickest_run_counts_and_the_first_never() -> None:
     assert spec.cost_us == 700
 
 
-def test_a_narrow_method_is_never_dearer_than_a_wide_one() -> None:
+def test_a_narrow_method_is_always_cheaper_than_a_wide_one() -> None:
     clock = Clockwork()
     methods = [Scripted(clock, static(width), us) for width, us in ((1, 477_000), (2, 90), (4, 120), (8, 110))]
-    assert [spec.cost_us for spec in measured(methods, ROWS, clock)] == [90, 90, 110, 110]
+    assert [spec.cost_us for spec in measured(methods, ROWS, clock)] == [89, 90, 109, 110]
 
 
 def test_a_dynamic_method_costs_a_start_and_so_much_a_token() -> None:

@@ -207,18 +207,29 @@ inline void prefetch_tile(const uint16_t* at) {
   for (int i = 0; i < 16; ++i) _mm_prefetch(reinterpret_cast<const char*>(at) + i * 64, _MM_HINT_T0);
 }
 
-// Rows [row, row + low + high) of one block.
+// Inputs [from, to) of rows [row, row + low + high) of one block; `sums` [32][32] carries what came before from call to
+// call, and outputs are written with the last inputs.
 template <bool kBoth, bool kPrefetch>
-void tiles(const Linear& l, int64_t block, int64_t row, int64_t low, int64_t high, float* sums) {
+void tiles(const Linear& l, int64_t block, int64_t row, int64_t low, int64_t high, int64_t from, int64_t to,
+           float* sums) {
   const uint16_t* x = static_cast<const uint16_t*>(l.x) + row * l.x_stride;
   const uint16_t* w = static_cast<const uint16_t*>(l.packed) + block * l.inputs * kBlock;
-  _tile_zero(0);
-  _tile_zero(1);
-  if (kBoth) {
-    _tile_zero(2);
-    _tile_zero(3);
+  if (from == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (kBoth) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, sums, 128);
+    _tile_loadd(1, sums + 16, 128);
+    if (kBoth) {
+      _tile_loadd(2, sums + 16 * 32, 128);
+      _tile_loadd(3, sums + 16 * 32 + 16, 128);
+    }
   }
-  for (int64_t k = 0; k < l.inputs; k += 32) {
+  for (int64_t k = from; k < to; k += 32) {
     if (kPrefetch) {
       prefetch_tile(w + k * kBlock + kAheadBytes / 2);
       prefetch_tile(w + k * kBlock + kAheadBytes / 2 + 512);
@@ -241,35 +252,54 @@ void tiles(const Linear& l, int64_t block, int64_t row, int64_t low, int64_t hig
     _tile_stored(3, sums + 16 * 32 + 16, 128);
   }
   __asm__ volatile("" ::: "memory");  // GCC 12 does not know that a tile store writes memory
+  if (to < l.inputs) return;
   for (int64_t r = 0; r < low + high; ++r) {
     store_outputs(l, row + r, block * kBlock, _mm512_load_ps(sums + r * 32), _mm512_load_ps(sums + r * 32 + 16));
   }
 }
 
-void share_of_tiles(const Linear& l, int64_t first, int64_t end) {
-  alignas(64) float sums[32 * 32];
-  const int64_t whole = l.rows / 32 * 32, left = l.rows - whole;
-  const int64_t low = std::min<int64_t>(left, 16), high = left - low;
-  __asm__ volatile("" ::: "memory");
-  if (whole > 0) {
-    configure(16, 16);
-    for (int64_t block = first; block < end; ++block) {
-      for (int64_t row = 0; row < whole; row += 32) {
-        if (row == 0) {
-          tiles<true, true>(l, block, row, 16, 16, sums);
-        } else {
-          tiles<true, false>(l, block, row, 16, 16, sums);
+constexpr int64_t kNearInputs = 320;        // 32 rows of so many inputs stay in the first-level cache
+constexpr int64_t kNearBytes = 768 * 1024;  // of weights that stay in the second-level cache
+constexpr int64_t kNearBlocks = 2;          // at most (measured: more is slower)
+
+// Whole panels of 32 rows. Weights of a few blocks are brought near once and taken by panel after panel, whose inputs
+// are brought nearer still, as many as fit, and taken by block after block.
+void panels(const Linear& l, int64_t first, int64_t end, int64_t rows) {
+  alignas(64) float sums[kNearBlocks][32 * 32];
+  const int64_t parts = (l.inputs + kNearInputs - 1) / kNearInputs;
+  const int64_t part = (l.inputs / 32 + parts - 1) / parts * 32;
+  const int64_t fit = std::min(kNearBlocks, std::max<int64_t>(1, kNearBytes / (l.inputs * kBlock * 2)));
+  configure(16, 16);
+  for (int64_t begin = first; begin < end; begin += fit) {
+    const int64_t stop = std::min(begin + fit, end);
+    for (int64_t row = 0; row < rows; row += 32) {
+      for (int64_t from = 0; from < l.inputs; from += part) {
+        const int64_t to = std::min(from + part, l.inputs);
+        for (int64_t block = begin; block < stop; ++block) {
+          if (row == 0) {
+            tiles<true, true>(l, block, row, 16, 16, from, to, sums[block - begin]);
+          } else {
+            tiles<true, false>(l, block, row, 16, 16, from, to, sums[block - begin]);
+          }
         }
       }
     }
   }
+}
+
+void share_of_tiles(const Linear& l, int64_t first, int64_t end) {
+  const int64_t whole = l.rows / 32 * 32, left = l.rows - whole;
+  const int64_t low = std::min<int64_t>(left, 16), high = left - low;
+  __asm__ volatile("" ::: "memory");
+  if (whole > 0) panels(l, first, end, whole);
   if (left > 0) {
+    alignas(64) float sums[32 * 32];
     configure(low, high);
     for (int64_t block = first; block < end; ++block) {
       if (high > 0) {
-        tiles<true, true>(l, block, whole, low, high, sums);
+        tiles<true, true>(l, block, whole, low, high, 0, l.inputs, sums);
       } else {
-        tiles<false, true>(l, block, whole, low, 0, sums);
+        tiles<false, true>(l, block, whole, low, 0, 0, l.inputs, sums);
       }
     }
   }
