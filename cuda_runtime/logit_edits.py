@@ -36,12 +36,12 @@ class SampledRow:
 
 
 def edited(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-    """Float32 logits with every row's edits made; a new tensor where there are any."""
+    """The logits with every row's edits made: a new float32 tensor where there are any, else the one given."""
     vocabulary = logits_RV.shape[-1]
     touched = [row for row, sampled in enumerate(rows) if _edits(sampled)]
-    logits_RV = logits_RV.to(torch.float32)
     if not touched:
         return logits_RV
+    logits_RV = logits_RV.to(torch.float32)
     device = logits_RV.device
     result_RV = logits_RV.clone()
     flat = result_RV.view(-1)

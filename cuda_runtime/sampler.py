@@ -46,8 +46,12 @@ class Sampled:
 
 def sample(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:
     """Draw one token per row, and wait for it."""
-    tokens_R = draw(edited(logits_RV, rows), rows)
-    tokens_R.masked_fill_(logits_RV.amax(dim=-1).isnan(), -1)
+    edited_RV = edited(logits_RV, rows)
+    largest_R, tokens_R = edited_RV.max(dim=-1)  # the first of those alike; a NaN counts as the largest
+    if edited_RV is not logits_RV:
+        largest_R = logits_RV.amax(dim=-1)  # edits could hide it
+    _draw_the_rest(tokens_R, edited_RV, rows)
+    tokens_R.masked_fill_(largest_R.isnan(), -1)
     wanted = max(row.policy.logprobs for row in rows)
     if not wanted:
         return Sampled(tokens_R, tokens_R.tolist(), ())
@@ -72,9 +76,8 @@ def sample(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:
     )
 
 
-def draw(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-    """One token per row of edited float32 logits, int64 [R], without waiting for the device (on CUDA)."""
-    tokens_R = torch.argmax(logits_RV, dim=-1)
+def _draw_the_rest(tokens_R: Tensor, logits_RV: Tensor, rows: Sequence[SampledRow]) -> None:
+    """Put a drawn token in place of the likeliest where a row is not greedy, without waiting for the device (on CUDA)."""
     vocabulary = logits_RV.shape[-1]
     drawn = [row for row, sampled in enumerate(rows) if sampled.policy.temperature > 0]
     for restricted, draw_some in ((False, _draw_by_id), (True, _draw_by_rank)):
@@ -82,8 +85,7 @@ def draw(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
         if some:
             index = torch.tensor(some, device=logits_RV.device)
             policies = _policy_tensors([rows[row] for row in some], vocabulary, logits_RV.device)
-            tokens_R[index] = draw_some(logits_RV.index_select(0, index), policies)
-    return tokens_R
+            tokens_R[index] = draw_some(logits_RV.index_select(0, index).to(torch.float32), policies)
 
 
 def _restricts(row: SampledRow, vocabulary: int) -> bool:

@@ -77,6 +77,16 @@ def test_greedy_takes_the_lowest_id_of_the_largest() -> None:
 
 
 # holds I9
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_takes_the_lowest_id_in_any_number_format(dtype: torch.dtype) -> None:
+    """Rounded logits are often alike, and a wide row is searched by several threads in several pieces."""
+    logits_RV = random_logits(5, 8, vocabulary=60_000).to(dtype)
+    largest = logits_RV.amax(dim=-1, keepdim=True)
+    for row, alike in enumerate(((59_999, 40), (31, 33, 32), (7, 30_000), (59_998, 59_999), (0, 59_999))):
+        logits_RV[row, list(alike)] = largest[row] + 1
+    assert sample(logits_RV, [SamplingParams()] * 5, [0] * 5) == [40, 31, 7, 59_998, 0]
+
+
 def test_a_row_draws_the_same_token_alone_and_in_any_company() -> None:
     random = Random(5)
     policies = [random_policy(random) for _ in range(16)]
