@@ -69,6 +69,7 @@ def test_shutdown_sends_no_sigterm_and_waits_for_nobody_to_heed_it(
     assert "_global_node.kill_all_processes(" in inspect.getsource(ray.shutdown)
     monkeypatch.setattr(node, "_kill_process_type", lambda kind, **how: killed.append((kind, how["allow_graceful"])))
     monkeypatch.setattr(worker, "_global_node", node)
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [])  # those of the Ray that the next tests use
     ray_private.shuts_down_by_sigkill()
     node.kill_all_processes(check_alive=False, allow_graceful=True, wait=True)
     assert ("raylet", False) in killed
