@@ -77,7 +77,7 @@ def sample(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:
 
 
 def _draw_the_rest(tokens_R: Tensor, logits_RV: Tensor, rows: Sequence[SampledRow]) -> None:
-    """Put a drawn token in place of the likeliest where a row is not greedy, without waiting for the device (on CUDA)."""
+    """Put a drawn token in place of the likeliest where a row is not greedy; on CUDA without waiting for the device."""
     vocabulary = logits_RV.shape[-1]
     drawn = [row for row, sampled in enumerate(rows) if sampled.policy.temperature > 0]
     for restricted, draw_some in ((False, _draw_by_id), (True, _draw_by_rank)):

@@ -5,6 +5,7 @@ However the prompts meet: each alone, all at once, or one after the other while 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +155,20 @@ def test_nothing_is_left_behind(executor: Executor, control: Control, requests: 
     run(executor, control, requests[:1])
     (worker,) = control.status().workers
     assert (worker.cells_used, worker.sessions) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_programs_give_the_same_tokens(
+    checkpoint: Checkpoint, requests: list[Request], expected: list[list[int]], tmp_path: Path
+) -> None:
+    options = RuntimeOptions(
+        model=str(checkpoint.path),
+        dtype="float32",
+        kv_tokens=4096,
+        methods="compiled",
+        artifact_folder=str(tmp_path),
+    )
+    compiled, control = build_executor(options), Control(PlannerConfig())
+    check(run(compiled, control, requests), expected, checkpoint)
+    check(run(compiled, control, requests), expected, checkpoint)  # out of the prefix cache
