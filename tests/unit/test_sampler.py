@@ -76,7 +76,6 @@ def test_greedy_takes_the_lowest_id_of_the_largest() -> None:
     assert sample(logits_RV, [greedy, greedy], [0, 7]) == [1, 0]
 
 
-# holds I9
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_takes_the_lowest_id_in_any_number_format(dtype: torch.dtype) -> None:
     """Rounded logits are often alike, and a wide row is searched by several threads in several pieces."""
@@ -87,6 +86,7 @@ def test_greedy_takes_the_lowest_id_in_any_number_format(dtype: torch.dtype) -> 
     assert sample(logits_RV, [SamplingParams()] * 5, [0] * 5) == [40, 31, 7, 59_998, 0]
 
 
+# holds I9
 def test_a_row_draws_the_same_token_alone_and_in_any_company() -> None:
     random = Random(5)
     policies = [random_policy(random) for _ in range(16)]
