@@ -1,13 +1,11 @@
-"""What a forward costs, by how its method is made: the library's code, packed weights, compiled programs, Inductor.
+"""What a forward costs, by how its method is made: the library's code, packed weights, or compiled programs.
 
 `python -m bench.methods MODEL` runs one-token, 16-row and prefill forwards of each variant in turns in one process and
 prints milliseconds of processor time and of wall clock, smallest of the rounds, and ratios to the library's code:
 
 - `library`: transformers' modules as they are, our attention;
 - `packed`: the same with packed linear layers on large pages; what eager methods run;
-- `compiled`: the two exported programs of the artifact; what compiled methods run;
-- `inductor` (`--inductor`): torch.compile with frozen weights and max-autotune, one program per shape. It holds the
-  weights once more for each shape and takes minutes; it is what the programs are measured against.
+- `compiled`: the two exported programs of the artifact; what compiled methods run.
 
 Processor time is what counts where other processes share the machine.
 """
@@ -80,7 +78,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--inductor", action="store_true", help="torch.compile, frozen, max-autotune, too")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
@@ -103,7 +100,6 @@ def main() -> None:
     rows = RowTable(ROWS, LENGTH, pool.scratch_cell, CPU)
     generator = torch.Generator().manual_seed(0)
     rows.device[:ROWS] = torch.randint(CELLS, (ROWS, LENGTH), generator=generator, dtype=torch.int32)
-    frozen = torch.compile(plain, fullgraph=True, dynamic=False)
 
     figures: dict[str, dict[str, tuple[float, float]]] = {}
     with torch.inference_mode():
@@ -114,10 +110,7 @@ def main() -> None:
                 "packed": packed,
                 "compiled": compiled.decode if tokens == 1 else compiled.prefill,
             }
-            if asked.inductor:
-                forwards["inductor"] = frozen
-            with torch._inductor.config.patch(freezing=True, max_autotune=True):
-                found = smallest_ms({key: partial(run, *given) for key, run in forwards.items()}, asked.rounds)
+            found = smallest_ms({key: partial(run, *given) for key, run in forwards.items()}, asked.rounds)
             figures[name] = found
             base = found["library"][0]
             told = ", ".join(

@@ -127,6 +127,22 @@ def test_an_artifact_serves_by_its_path_without_its_checkpoint(
     )
 
 
+@pytest.mark.parametrize("methods", ["compiled", "eager"])
+def test_a_step_takes_no_copy_of_the_pool(made: Path, toy: Path, folder: Path, methods: str) -> None:
+    """What is mutated through a compiler may be copied by it; the pool's untouched cells take no memory until then."""
+    built = executor(toy, folder, methods=methods, kv_tokens=1_000_000)  # 128 MB in each of four tensors
+    driver = StepDriver(built, scattered=False)  # a large page a cell would be a copy of its own
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+    before_kb = status_kb("VmHWM")
+    driver.generate(driver.open(), list(range(3, 80)), 5)
+    assert status_kb("VmHWM") - before_kb < 64_000
+
+
+def status_kb(name: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1])
+
+
 def test_weights_are_held_once_for_all_methods(
     made: Path, toy: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,12 +38,13 @@ class Work:
 
 
 class StepDriver:
-    def __init__(self, executor: Executor, *, seed: int = 0) -> None:
+    def __init__(self, executor: Executor, *, seed: int = 0, scattered: bool = True) -> None:
         self.executor = executor
         self.capability = executor.describe()
         self.cells: dict[int, list[int]] = {}
         self._free = list(range(self.capability.usable_cells))
-        Random(seed).shuffle(self._free)
+        if scattered:
+            Random(seed).shuffle(self._free)
         self._ops: list[SequenceOp] = []
         self._step = 0
         self.last: StepResult | None = None
