@@ -72,7 +72,7 @@ class Executor:
 
     def __init__(self, *, capability: Capability, methods: Sequence[Method], rows: RowTable, pool: KvPool) -> None:
         self._capability = capability
-        self._methods = tuple(methods)
+        self.methods = tuple(methods)
         self._rows = rows
         self.pool = pool
         self._sequences = Sequences(
@@ -213,9 +213,9 @@ class Executor:
             raise StalePlan("the slices' columns differ in length")
         end = 0
         for offset, length, method in zip(plan.slice_offsets, plan.slice_lengths, plan.slice_methods, strict=True):
-            if not 0 <= method < len(self._methods):
-                raise StalePlan(f"method {method} is outside [0, {len(self._methods)})")
-            spec = self._methods[method].spec
+            if not 0 <= method < len(self.methods):
+                raise StalePlan(f"method {method} is outside [0, {len(self.methods)})")
+            spec = self.methods[method].spec
             low = 1 if spec.static else spec.min_tokens
             if offset != end or not low <= length <= spec.max_tokens:
                 raise StalePlan(
@@ -231,7 +231,7 @@ class Executor:
     @torch.inference_mode()
     def _run(self, plan: StepPlan, step: CheckedStep) -> tuple[Sampled | None, list[int]]:
         self._sequences.apply(plan.ops)
-        ran = [0] * len(self._methods)
+        ran = [0] * len(self.methods)
         if not len(step.cells):
             self._rows.upload()
             return None, ran
@@ -257,7 +257,7 @@ class Executor:
         answers: list[Tensor] = []
         for forward in forwards:
             segment = columns_5N[:, forward.column : forward.column + forward.width]
-            logits_RV = self._methods[forward.method].run(segment, forward.outputs)
+            logits_RV = self.methods[forward.method].run(segment, forward.outputs)
             ran[forward.method] += 1
             if forward.outputs:
                 wanted_RV = logits_RV[: forward.outputs]
@@ -288,7 +288,7 @@ class Executor:
     ) -> tuple[Int64Array, list[Forward]]:
         """Every forward's columns side by side, padding filled in."""
         widths = [
-            self._methods[method].width(length)
+            self.methods[method].width(length)
             for length, method in zip(plan.slice_lengths, plan.slice_methods, strict=True)
         ]
         columns = np.zeros((LINES, sum(widths)), dtype=np.int64)

@@ -5,6 +5,7 @@ packed weights are then the only ones, shared by every method. Memory is read at
 result has the same bits whatever other rows share the forward and however many threads there are.
 """
 
+import logging
 from functools import cache
 from operator import getitem
 from pathlib import Path
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from microtome.cuda_runtime.arena import Arena, room
-from microtome.cuda_runtime.native_library import build_library, find_compiler
+from microtome.cuda_runtime.native_library import build_library
+from microtome.planner.errors import BadConfig
+
+_log = logging.getLogger("microtome.runtime")
 
 SOURCES = Path(__file__).parent / "native"
 BLOCK = 32  # outputs of a block
@@ -52,10 +56,13 @@ def pack(weight_NK: Tensor) -> Tensor:
 
 @cache
 def operators() -> Any:
-    """The native operators, built or found in the cache; None where there is no compiler. Once per process."""
-    if find_compiler() is None:
+    """The native operators, built or found in the cache; None where they cannot be. Once per process."""
+    try:
+        library = build_library("linear", SOURCES)
+    except BadConfig as problem:
+        _log.warning("linear layers run on stock operators, which are slower: %s", problem)
         return None
-    torch.ops.load_library(str(build_library("linear", SOURCES)))  # type: ignore[no-untyped-call]
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     for name in ("packed_linear", *(f"packed_linear_{count}" for count in SIDE_BY_SIDE)):
         torch.library.register_fake(f"microtome::{name}", _fake)
     return torch.ops.microtome
