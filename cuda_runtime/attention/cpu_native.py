@@ -10,8 +10,16 @@ from pathlib import Path
 
 import torch
 
-from microtome.cuda_runtime.attention import native_build, torch_operator
+from microtome.cuda_runtime.attention import torch_operator
 from microtome.cuda_runtime.attention.seam import Attention
+from microtome.cuda_runtime.native_library import build_library
+
+SOURCES = Path(__file__).parent / "native"
+
+
+def build(*, cache_folder: Path | None = None, march: str = "native") -> Path:
+    """The built library, found in the cache or compiled. Raises `BadConfig` where there is no compiler."""
+    return build_library("attention", SOURCES, cache_folder=cache_folder, march=march)
 
 
 def load(library: Path | None = None) -> Attention:
@@ -19,7 +27,7 @@ def load(library: Path | None = None) -> Attention:
 
     Raises `BadConfig` where there is no compiler.
     """
-    library = library or native_build.build_library()
+    library = library or build()
     torch_operator.define("cpu_native")
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     return torch_operator.collect("cpu_native")

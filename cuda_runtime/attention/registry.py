@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from microtome.cuda_runtime.attention import cpu, cpu_native, native_build, reference, torch_operator
+from microtome.cuda_runtime.attention import cpu, cpu_native, reference, torch_operator
 from microtome.cuda_runtime.attention.seam import Attention
 from microtome.planner.errors import BadConfig
 
@@ -63,7 +63,7 @@ def default_attention(device: torch.device) -> str:
     if device.type != "cpu":
         return "reference"
     try:
-        native_build.build_library()
+        cpu_native.build()
     except BadConfig as problem:
         logger.warning("attention over cells runs on stock operators, which are slower: %s", problem)
         return "cpu"

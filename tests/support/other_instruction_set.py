@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from microtome.cuda_runtime.attention import cpu_native, native_build
+from microtome.cuda_runtime.attention import cpu_native
 from microtome.cuda_runtime.attention.registry import get_attention
 from tests.support.ragged import Shape, make_ragged
 
@@ -23,7 +23,7 @@ SHAPES = (
 def main(march: str) -> None:
     torch.set_num_threads(1)
     get_attention("cpu")
-    attention = cpu_native.load(native_build.build_library(march=march))
+    attention = cpu_native.load(cpu_native.build(march=march))
     for shape in SHAPES:
         for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
             batch = make_ragged(Shape(**{**shape.__dict__, "dtype": dtype}), seed=1)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from microtome.cuda_runtime.attention import native_build
+from microtome.cuda_runtime import native_library
+from microtome.cuda_runtime.attention import cpu_native
 from microtome.cuda_runtime.attention.registry import default_attention, get_attention
 from microtome.planner.errors import BadConfig
 from tests.support.ragged import Ragged, Shape, make_ragged
@@ -147,27 +148,27 @@ def test_other_instruction_sets_give_the_same(march: str) -> None:
 
 
 def test_second_build_is_the_first(tmp_path: Path) -> None:
-    built = native_build.build_library()
+    built = cpu_native.build()
     stamp = built.stat().st_mtime_ns
-    assert native_build.build_library() == built
+    assert cpu_native.build() == built
     assert built.stat().st_mtime_ns == stamp
 
 
 def test_machine_without_a_compiler_uses_stock_operators(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native_build, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(native_library, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(BadConfig, match="needs a C\\+\\+ compiler; none of no-such-compiler is on the path"):
-        native_build.build_library()
+        cpu_native.build()
     assert default_attention(torch.device("cpu")) == "cpu"
     assert "slower" in caplog.text
 
 
 def test_failed_build_leaves_nothing_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native_build, "KERNEL_FLAGS", ("-fno-such-flag",))
-    monkeypatch.setattr(native_build, "BINDING_FLAGS", ("-fno-such-flag",))
+    monkeypatch.setattr(native_library, "KERNEL_FLAGS", ("-fno-such-flag",))
+    monkeypatch.setattr(native_library, "BINDING_FLAGS", ("-fno-such-flag",))
     with pytest.raises(BadConfig, match=r"does not compile with .*: .*-fno-such-flag"):
-        native_build.build_library(cache_folder=tmp_path)
+        cpu_native.build(cache_folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
