@@ -7,8 +7,9 @@ import pytest
 import ray
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_session() -> Iterator[None]:
+    """Of these tests alone: those of other folders count on a process that no Ray is connected to."""
     ray.init(
         address="local",
         num_cpus=8,  # of the scheduler's counting, not of the machine

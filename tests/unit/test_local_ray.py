@@ -17,6 +17,7 @@ def test_a_ray_that_does_not_come_up_is_a_sentence(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # set by the call, and put back after the test
     monkeypatch.setattr(cluster, "_keep_to_loopback", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     config = read_config({"model": "toy", "service.port": 0})
     with pytest.raises(BadConfig) as told:

@@ -21,6 +21,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     cluster = SimpleNamespace(up=lambda *_, **__: "endpoint", down=down)
     monkeypatch.setattr(local, "server_part", lambda name: cluster)
     monkeypatch.setattr(local, "_check_model_is_here", lambda config: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     return SimpleNamespace(service=SimpleNamespace(name="toy", ray_namespace="toy"))
 
 
