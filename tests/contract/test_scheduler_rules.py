@@ -302,13 +302,16 @@ def test_C18_a_batch_is_never_empty_while_something_waits(scheduler: Scheduler) 
     assert batches == 40
 
 
-def test_C19_what_an_input_asks_for_does_not_change_the_batch(policy: str) -> None:
+def test_C19_positions_and_what_an_input_asks_for_do_not_change_the_batch(policy: str) -> None:
     batches = []
-    for wants_output in (False, True):
+    for wants_output, start in ((False, 0), (True, 0), (True, 700)):
         scheduler = POLICIES[policy](max_batch_tokens=12, max_decodes=4, max_prefill_tokens=8)
-        assert scheduler.submit([prefill(s, w, wants_output=wants_output) for s, w in ((1, 5), (2, 8), (3, 6))])
-        batches.append([shape(scheduler.next_batch()) for _ in range(3)])
-    assert batches[0] == batches[1]
+        assert scheduler.submit(
+            [prefill(s, w, start=start, wants_output=wants_output) for s, w in ((1, 5), (2, 8), (3, 6))]
+        )
+        assert scheduler.submit([decode(session, start) for session in (4, 5)])
+        batches.append([[(item.session, item.width) for item in scheduler.next_batch()] for _ in range(3)])
+    assert batches[0] == batches[1] == batches[2]
 
 
 def test_C20_prefill_progresses_under_saturated_decodes(scheduler: Scheduler) -> None:

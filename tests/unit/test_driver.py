@@ -9,7 +9,16 @@ import pytest
 from microtome.actors.driver import DriverHost
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
-from tests.support.calls import collect, request, rest_of, status_when, tokens_of, undisturbed, until_idle
+from tests.support.calls import (
+    collect,
+    read_until_broken,
+    request,
+    rest_of,
+    status_when,
+    tokens_of,
+    undisturbed,
+    until_idle,
+)
 from tests.support.in_process import SECRET, InProcessWorkers, fake_config, in_process
 
 
@@ -217,6 +226,24 @@ async def test_dead_worker_costs_no_token_and_is_replaced() -> None:
         ]
         lost = next(w for w in status.workers if w.state == "lost")
         assert "killed by the test" in lost.cause
+
+
+# holds J24
+async def test_stopping_ends_every_stream_once_with_what_it_was_given_and_takes_the_workers_along() -> None:
+    async with in_process(fake_config("fake:step_ms=3", planner__max_decodes=4)) as service:
+        prompts = [[n + 1, n + 2] for n in range(12)]  # more than decode at a time
+        received: list[list[int]] = [[] for _ in prompts]
+        calls = [service.stub.Generate(request(prompt, max_new_tokens=400)) for prompt in prompts]
+        ended = [
+            asyncio.create_task(read_until_broken(call, tokens)) for call, tokens in zip(calls, received, strict=True)
+        ]
+        await status_when(service.stub, lambda status: status.counters.output_tokens >= 100)
+        await service.host.stop()
+        assert await asyncio.gather(*ended) == [grpc.StatusCode.UNAVAILABLE] * 12
+        assert any(received)
+        for prompt, tokens in zip(prompts, received, strict=True):
+            assert tokens == undisturbed(prompt, 400)[: len(tokens)]
+        assert not service.workers.processes
 
 
 async def test_workers_that_outlive_their_driver_are_adopted_with_what_they_hold() -> None:
