@@ -372,6 +372,7 @@ def test_E29_an_abort_restores_the_table_exactly(table: CellTable) -> None:
     assert table.plan([(b, 2, 3), (a, 1, 2), (b, 5, 1)]).cells == planned
 
 
+# holds E14
 def test_E29_plans_commit_oldest_first_and_abort_newest_first(table: CellTable) -> None:
     sequence = table.open()
     plans = [table.plan([(sequence, at, 1)]) for at in range(3)]

@@ -3,18 +3,22 @@
 Every method is watched: what it is run on, and what it puts out for rows that nobody wants is spoilt.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from microtome.cuda_runtime.executor import Executor, build_executor
 from microtome.cuda_runtime.method import LINES, POSITIONS, ROWS, SELECTOR, TOKENS, DynamicMethod, Method
 from microtome.cuda_runtime.options import RuntimeOptions
-from microtome.planner.types import MethodSpec
+from microtome.planner.errors import StalePlan
+from microtome.planner.types import MethodSpec, SamplingParams
 from tests.support.step_driver import StepDriver, Work
 from tests.support.toy_model import VOCABULARY, toy_directory
 
@@ -220,3 +224,54 @@ def test_H6_a_slice_without_a_wanted_row_runs_all_the_same(
     assert sum(sum(method.outputs) for method in watched) == 0
     for layer in (*executor.pool.k, *executor.pool.v):
         assert layer[driver.cells[sequence]].flatten(1).any(1).all()  # K and V of every token
+
+
+def test_D7_only_the_first_input_of_a_session_in_a_step_may_start_below_its_length(driver: StepDriver) -> None:
+    sequence = driver.open()
+    driver.step(Work(sequence, [3, 4, 5, 6, 7]))
+    driver.truncate(sequence, 3)  # as a rewind is sent: an operation in front of all inputs
+    good = driver.plan(Work(sequence, [8, 9], wants_output=False), Work(sequence, [10]))
+    assert good.starts == [3, 5]
+    with pytest.raises(StalePlan, match="sequence 0 holds 5 tokens, an input starts at 4"):
+        driver.executor.run(replace(good, starts=[3, 4]))
+    driver.executor.run(good)
+
+
+# holds F11, L7
+@pytest.mark.parametrize(("wants_output", "reads"), [(False, 0), (True, 1)])
+def test_L1_a_step_reads_from_the_device_once_and_only_what_was_sampled(
+    driver: StepDriver, monkeypatch: pytest.MonkeyPatch, wants_output: bool, reads: int
+) -> None:
+    sequences = [driver.open(SamplingParams(temperature=temperature)) for temperature in (0.0, 0.7)]
+    driver.step(*(Work(sequence, [3, 4, 5]) for sequence in sequences))
+    count = 0
+
+    def counted(read: Callable[..., object]) -> Callable[..., object]:
+        def reading(*args: object, **kwargs: object) -> object:
+            nonlocal count
+            count += 1
+            return read(*args, **kwargs)
+
+        return reading
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+        monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
+    driver.step(*(Work(sequence, wants_output=wants_output) for sequence in sequences))
+    assert count == reads
+
+
+class NoSort(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that order a vocabulary."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func.overloadpacket not in (torch.ops.aten.sort, torch.ops.aten.topk), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_L2_rows_that_are_all_greedy_need_no_sort(driver: StepDriver) -> None:
+    greedy, drawn = driver.open(), driver.open(SamplingParams(temperature=1.0, top_p=0.5, seed=3))
+    driver.step(Work(greedy, [3, 4, 5]), Work(drawn, [3, 4, 5]))
+    with NoSort():  # type: ignore[no-untyped-call]
+        driver.step(Work(greedy))

@@ -191,6 +191,7 @@ def test_D11_after_the_largest_id_opening_is_refused_for_good() -> None:
             sessions.open("", "", opened=True)
 
 
+# holds B7
 def test_D11_a_driver_that_lives_again_gives_none_of_its_earlier_ids() -> None:
     earlier, later = Sessions(max_opened=9), Sessions(max_opened=9)
     given = [earlier.open("", "", opened=True, life=life).id for life in (1, LAST_LIFE)]

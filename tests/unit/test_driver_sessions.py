@@ -251,6 +251,7 @@ async def test_a_generation_in_a_session_goes_on_behind_a_restart_of_the_driver_
     assert not broken
 
 
+# holds D21
 async def test_the_session_of_a_caller_who_hangs_up_meanwhile_is_closed() -> None:
     async with in_process(fake_config(planner__max_sessions=1)) as service:
         asking = asyncio.create_task(service.host.ask(OpenSession(at_us=service.host.now_us(), ticket=0)))

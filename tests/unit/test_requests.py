@@ -116,6 +116,7 @@ def test_prompt_that_leaves_room_for_one_token_is_taken() -> None:
     assert generation_options(pb.GenerateRequest(), MODEL, 63, 0, None).max_new_tokens == 1
 
 
+# holds B6
 def test_output_is_bounded_by_default_and_by_the_context() -> None:
     wide = ServedModel(
         name="toy",

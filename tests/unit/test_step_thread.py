@@ -8,6 +8,7 @@ import pytest
 from microtome.actors.step_thread import StepThread
 
 
+# holds H1, X2
 async def test_jobs_run_in_order_on_one_thread_that_is_not_the_callers() -> None:
     steps, seen = StepThread("steps"), []
     for number in range(50):
