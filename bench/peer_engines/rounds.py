@@ -1,0 +1,193 @@
+"""Rounds in which all engines take their turns, so that a drift of the machine meets each alike.
+
+An engine whose answers have other lengths than were asked for, or that fails, is out from then on, and is named with
+the reason: what it did before is not reported either.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench.peer_engines.engine_process import EngineFailed, EngineProcess
+from bench.peer_engines.figures import Figures, WrongLengths, figures_of, median_figures
+from bench.peer_engines.records import Record
+from bench.peer_engines.roster import LIMITS, OURS, Engine
+from bench.peer_engines.workload import Load, load
+
+LOAD_S = 400.0  # of one load, at most
+SHORT_S, MOST_RUNS = 2.0, 4  # a load that is shorter is run again, up to so often, and the median counts
+WARM_UP = ("W1", "W2", "W3")
+WARM_UP_REQUESTS = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    engines: tuple[Engine, ...]
+    dtypes: tuple[str, ...]
+    works: tuple[str, ...]
+    rounds: int
+    minutes: float  # no round begins that would end beyond
+    home: Path
+    cores: tuple[int, ...]
+    settings: Mapping[str, object]  # of ours
+    all_new: bool = False  # no engine stays from one round to the next
+
+
+@dataclass
+class Entrant:
+    """An engine at one dtype, and what it did."""
+
+    engine: Engine
+    dtype: str
+    process: EngineProcess | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, Figures]] = field(default_factory=list)  # by work
+    cores: list[dict[str, float]] = field(default_factory=list)  # busy and stolen, while its load ran
+    tokens: dict[str, list[list[int]]] = field(default_factory=dict)  # of the first round, by work
+    start_s: list[float] = field(default_factory=list)
+    out: str = ""  # why it is
+
+    @property
+    def key(self) -> str:
+        return f"{self.engine.name} {self.dtype}"
+
+
+@dataclass
+class Measured:
+    entrants: list[Entrant]
+    limits: list[Mapping[str, Any]] = field(default_factory=list)  # per round
+    leads: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def of(self, name: str, dtype: str) -> Entrant | None:
+        return next((one for one in self.entrants if (one.engine.name, one.dtype) == (name, dtype)), None)
+
+
+Tell = Callable[[str], None]
+
+
+class Bench:
+    """Owns the processes; leaving the block ends them."""
+
+    def __init__(self, plan: Plan, logs: Path, tell: Tell) -> None:
+        self._plan = plan
+        self._logs = logs
+        self._tell = tell
+        self._limits: EngineProcess | None = None
+        self.measured = Measured(
+            [Entrant(engine, dtype) for dtype in plan.dtypes for engine in plan.engines if dtype in engine.dtypes]
+        )
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for entrant in self.measured.entrants:
+            self._end(entrant)
+        if self._limits is not None:
+            self._limits.close()
+
+    def run(self) -> Measured:
+        began_s = time.monotonic()
+        for entrant in self.measured.entrants:
+            if missing := entrant.engine.missing(self._plan.home):
+                self._leave(entrant, f"it is not installed: there is no {missing}")
+        for number in range(1, self._plan.rounds + 1):
+            round_s = time.monotonic()
+            self._round(number)
+            now_s = time.monotonic()
+            done_minutes, next_minutes = (now_s - began_s) / 60, (now_s - began_s + (now_s - round_s)) / 60
+            self._tell(f"round {number} of {self._plan.rounds} is done after {done_minutes:.1f} min")
+            if number < self._plan.rounds and next_minutes > self._plan.minutes:
+                self._tell(f"the next would end beyond {self._plan.minutes:g} min: no more")
+                break
+        return self.measured
+
+    def lead(self, dtype: str, contexts: Sequence[Sequence[int]]) -> list[float]:
+        """Ours asked by how much its likeliest token after each of these leads the second."""
+        entrant = self.measured.of(OURS, dtype)
+        if entrant is None or entrant.process is None:
+            return []
+        return list(entrant.process.ask({"contexts": contexts}, LOAD_S)["leads"])
+
+    def _round(self, number: int) -> None:
+        self.measured.limits.append(self._measure_limits())
+        entrants = [entrant for entrant in self.measured.entrants if not entrant.out]
+        first = (number - 1) % len(entrants) if entrants else 0
+        for entrant in entrants[first:] + entrants[:first]:
+            try:
+                self._turn(entrant, number)
+            except (EngineFailed, WrongLengths) as error:
+                self._leave(entrant, str(error))
+
+    def _turn(self, entrant: Entrant, number: int) -> None:
+        began_s = time.monotonic()
+        process = self._started(entrant)
+        ready_s = time.monotonic() - began_s
+        figures: dict[str, Figures] = {}
+        busy, stolen = [], []
+        for work in self._plan.works:
+            runs: list[Figures] = []
+            work_s = time.monotonic()
+            while not runs or (len(runs) < MOST_RUNS and time.monotonic() - work_s < SHORT_S):
+                asked = load(work, f"round {number}, run {len(runs)}")
+                answer = process.ask(asdict(asked), LOAD_S)
+                records = [Record(**record) for record in answer["records"]]
+                runs.append(figures_of(work, asked, records))
+                busy.append(answer["cores_busy"])
+                stolen.append(answer["cores_stolen"])
+                if number == 1 and len(runs) == 1:
+                    entrant.tokens[work] = [record.tokens for record in records]
+            figures[work] = median_figures(runs)
+        entrant.rounds.append(figures)
+        entrant.cores.append({"busy": fmean(busy), "stolen": fmean(stolen)})
+        took_s = time.monotonic() - began_s
+        told = ", ".join(f"{work} {next(iter(found.values())):.4g}" for work, found in figures.items())
+        self._tell(f"round {number}: {entrant.key}: {told} ({took_s:.0f} s, {ready_s:.0f} of them to be ready)")
+        if self._plan.all_new or not entrant.engine.stays:
+            self._end(entrant)
+
+    def _started(self, entrant: Entrant) -> EngineProcess:
+        if entrant.process is not None:
+            return entrant.process
+        began_s = time.monotonic()
+        engine, plan = entrant.engine, self._plan
+        settings = plan.settings if engine.name.startswith(OURS) else {}
+        entrant.process = EngineProcess(
+            engine.command(plan.home),
+            engine.asked(plan.home, entrant.dtype, plan.cores, settings),
+            self._logs / f"{entrant.key.replace(' ', '-')}.log",
+        )
+        entrant.start_s.append(time.monotonic() - began_s)
+        entrant.facts = entrant.process.facts
+        for work in WARM_UP:
+            entrant.process.ask(asdict(_head(load(work, f"warm-up {len(entrant.start_s)}"))), LOAD_S)
+        return entrant.process
+
+    def _measure_limits(self) -> Mapping[str, Any]:
+        plan = self._plan
+        if self._limits is None:
+            environment = LIMITS.asked(plan.home, plan.dtypes[0], plan.cores, {})
+            self._limits = EngineProcess(LIMITS.command(plan.home), environment, self._logs / "limits.log")
+        return self._limits.ask({"dtypes": plan.dtypes}, LOAD_S)
+
+    def _leave(self, entrant: Entrant, why: str) -> None:
+        self._tell(f"{entrant.key} is out: {why}")
+        entrant.out = why
+        entrant.rounds.clear()
+        self._end(entrant)
+
+    def _end(self, entrant: Entrant) -> None:
+        if entrant.process is not None:
+            with suppress(EngineFailed):
+                entrant.process.close()
+            entrant.process = None
+
+
+def _head(asked: Load) -> Load:
+    return Load(asked.requests[:WARM_UP_REQUESTS], asked.in_flight)
