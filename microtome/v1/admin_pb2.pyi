@@ -1,10 +1,37 @@
+from microtome.v1 import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ListGenerationsRequest(_message.Message):
+    __slots__ = ("limit",)
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    def __init__(self, limit: _Optional[int] = ...) -> None: ...
+
+class ListGenerationsResponse(_message.Message):
+    __slots__ = ("generations", "total")
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    generations: _containers.RepeatedCompositeFieldContainer[ListedGeneration]
+    total: int
+    def __init__(self, generations: _Optional[_Iterable[_Union[ListedGeneration, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+
+class ListedGeneration(_message.Message):
+    __slots__ = ("generation_id", "tenant", "priority", "whereabouts")
+    GENERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WHEREABOUTS_FIELD_NUMBER: _ClassVar[int]
+    generation_id: str
+    tenant: str
+    priority: int
+    whereabouts: _generation_pb2.Whereabouts
+    def __init__(self, generation_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., whereabouts: _Optional[_Union[_generation_pb2.Whereabouts, _Mapping]] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
     __slots__ = ("worker",)

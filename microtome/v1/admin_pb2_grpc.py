@@ -44,6 +44,11 @@ class AdminStub:
                 request_serializer=microtome_dot_v1_dot_admin__pb2.UpdateRequest.SerializeToString,
                 response_deserializer=microtome_dot_v1_dot_admin__pb2.UpdateResponse.FromString,
                 _registered_method=True)
+        self.ListGenerations = channel.unary_unary(
+                '/microtome.v1.Admin/ListGenerations',
+                request_serializer=microtome_dot_v1_dot_admin__pb2.ListGenerationsRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_admin__pb2.ListGenerationsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -67,6 +72,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListGenerations(self, request, context):
+        """The generations that have not ended: those that wait, in the order in which they start, then those that run. Here
+        and not beside `Where`, because whoever knows a generation's id can cancel it and read it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +92,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Update,
                     request_deserializer=microtome_dot_v1_dot_admin__pb2.UpdateRequest.FromString,
                     response_serializer=microtome_dot_v1_dot_admin__pb2.UpdateResponse.SerializeToString,
+            ),
+            'ListGenerations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGenerations,
+                    request_deserializer=microtome_dot_v1_dot_admin__pb2.ListGenerationsRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_admin__pb2.ListGenerationsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +153,33 @@ class Admin:
             '/microtome.v1.Admin/Update',
             microtome_dot_v1_dot_admin__pb2.UpdateRequest.SerializeToString,
             microtome_dot_v1_dot_admin__pb2.UpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGenerations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/microtome.v1.Admin/ListGenerations',
+            microtome_dot_v1_dot_admin__pb2.ListGenerationsRequest.SerializeToString,
+            microtome_dot_v1_dot_admin__pb2.ListGenerationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

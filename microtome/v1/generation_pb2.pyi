@@ -13,13 +13,49 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+
+class GenerationState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GENERATION_STATE_UNSPECIFIED: _ClassVar[GenerationState]
+    GENERATION_STATE_WAITING: _ClassVar[GenerationState]
+    GENERATION_STATE_RUNNING: _ClassVar[GenerationState]
+    GENERATION_STATE_RETURNING: _ClassVar[GenerationState]
+    GENERATION_STATE_ENDED: _ClassVar[GenerationState]
+
+class WaitingReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAITING_REASON_UNSPECIFIED: _ClassVar[WaitingReason]
+    WAITING_REASON_NOTHING: _ClassVar[WaitingReason]
+    WAITING_REASON_NO_WORKER: _ClassVar[WaitingReason]
+    WAITING_REASON_SEQUENCES: _ClassVar[WaitingReason]
+    WAITING_REASON_CELLS: _ClassVar[WaitingReason]
+    WAITING_REASON_STEP_BUDGET: _ClassVar[WaitingReason]
+    WAITING_REASON_PRIORITY: _ClassVar[WaitingReason]
+    WAITING_REASON_TENANT_SHARE: _ClassVar[WaitingReason]
+    WAITING_REASON_OWN_SESSION: _ClassVar[WaitingReason]
+    WAITING_REASON_SHARED_PROMPT: _ClassVar[WaitingReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
+GENERATION_STATE_UNSPECIFIED: GenerationState
+GENERATION_STATE_WAITING: GenerationState
+GENERATION_STATE_RUNNING: GenerationState
+GENERATION_STATE_RETURNING: GenerationState
+GENERATION_STATE_ENDED: GenerationState
+WAITING_REASON_UNSPECIFIED: WaitingReason
+WAITING_REASON_NOTHING: WaitingReason
+WAITING_REASON_NO_WORKER: WaitingReason
+WAITING_REASON_SEQUENCES: WaitingReason
+WAITING_REASON_CELLS: WaitingReason
+WAITING_REASON_STEP_BUDGET: WaitingReason
+WAITING_REASON_PRIORITY: WaitingReason
+WAITING_REASON_TENANT_SHARE: WaitingReason
+WAITING_REASON_OWN_SESSION: WaitingReason
+WAITING_REASON_SHARED_PROMPT: WaitingReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "chat", "token_ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "generation_id", "priority", "generated_token_ids", "resumable", "session_id")
+    __slots__ = ("text", "chat", "token_ids", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos", "generation_id", "priority", "generated_token_ids", "resumable", "session_id", "n", "begun", "tenant", "cache_salt", "ttft_target_ms")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +72,11 @@ class GenerateRequest(_message.Message):
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: Chat
     token_ids: TokenIds
@@ -52,13 +93,30 @@ class GenerateRequest(_message.Message):
     generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
     resumable: bool
     session_id: str
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., generation_id: _Optional[str] = ..., priority: _Optional[int] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., resumable: _Optional[bool] = ..., session_id: _Optional[str] = ...) -> None: ...
+    n: int
+    begun: _containers.RepeatedCompositeFieldContainer[BegunCompletion]
+    tenant: str
+    cache_salt: str
+    ttft_target_ms: int
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., generation_id: _Optional[str] = ..., priority: _Optional[int] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., resumable: _Optional[bool] = ..., session_id: _Optional[str] = ..., n: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[BegunCompletion, _Mapping]]] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., ttft_target_ms: _Optional[int] = ...) -> None: ...
+
+class BegunCompletion(_message.Message):
+    __slots__ = ("index", "seed", "token_ids")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    seed: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., seed: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("cache_salt",)
+    __slots__ = ("cache_salt", "tenant")
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     cache_salt: str
-    def __init__(self, cache_salt: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class CloneSessionRequest(_message.Message):
     __slots__ = ("session_id", "upto")
@@ -101,12 +159,22 @@ class Session(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., length: _Optional[int] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("generation_id", "offset")
+    __slots__ = ("generation_id", "offset", "offsets")
     GENERATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
     generation_id: str
     offset: int
-    def __init__(self, generation_id: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    offsets: _containers.RepeatedCompositeFieldContainer[CompletionOffset]
+    def __init__(self, generation_id: _Optional[str] = ..., offset: _Optional[int] = ..., offsets: _Optional[_Iterable[_Union[CompletionOffset, _Mapping]]] = ...) -> None: ...
+
+class CompletionOffset(_message.Message):
+    __slots__ = ("index", "offset")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    offset: int
+    def __init__(self, index: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages",)
@@ -129,7 +197,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("generation_id", "offset", "token_ids", "text", "finish_reason", "usage", "seed")
+    __slots__ = ("generation_id", "offset", "token_ids", "text", "finish_reason", "usage", "seed", "index", "n")
     GENERATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +205,8 @@ class GenerateResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
     generation_id: str
     offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -144,7 +214,9 @@ class GenerateResponse(_message.Message):
     finish_reason: FinishReason
     usage: Usage
     seed: int
-    def __init__(self, generation_id: _Optional[str] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    index: int
+    n: int
+    def __init__(self, generation_id: _Optional[str] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., seed: _Optional[int] = ..., index: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens")
@@ -165,6 +237,48 @@ class CancelRequest(_message.Message):
 class CancelResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class WhereRequest(_message.Message):
+    __slots__ = ("generation_id",)
+    GENERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    generation_id: str
+    def __init__(self, generation_id: _Optional[str] = ...) -> None: ...
+
+class WhereResponse(_message.Message):
+    __slots__ = ("generation_id", "completions")
+    GENERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    generation_id: str
+    completions: _containers.RepeatedCompositeFieldContainer[Whereabouts]
+    def __init__(self, generation_id: _Optional[str] = ..., completions: _Optional[_Iterable[_Union[Whereabouts, _Mapping]]] = ...) -> None: ...
+
+class Whereabouts(_message.Message):
+    __slots__ = ("index", "state", "waits_for", "position", "predicted_ttft_ms", "prompt_tokens", "output_tokens", "worker", "parked", "moved", "age_ms", "finish_reason")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    state: GenerationState
+    waits_for: WaitingReason
+    position: int
+    predicted_ttft_ms: int
+    prompt_tokens: int
+    output_tokens: int
+    worker: str
+    parked: int
+    moved: int
+    age_ms: int
+    finish_reason: FinishReason
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[_Union[GenerationState, str]] = ..., waits_for: _Optional[_Union[WaitingReason, str]] = ..., position: _Optional[int] = ..., predicted_ttft_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., worker: _Optional[str] = ..., parked: _Optional[int] = ..., moved: _Optional[int] = ..., age_ms: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
@@ -213,7 +327,7 @@ class StatusResponse(_message.Message):
     def __init__(self, service: _Optional[str] = ..., version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., ray_address: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "state", "device", "incarnation", "pid", "address", "cells_used", "cells_usable", "sessions", "steps", "cause", "cells_cached")
+    __slots__ = ("name", "state", "device", "incarnation", "pid", "address", "cells_used", "cells_usable", "sessions", "steps", "cause", "cells_cached", "loss")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +340,7 @@ class WorkerStatus(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     CELLS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     name: str
     state: str
     device: str
@@ -238,7 +353,8 @@ class WorkerStatus(_message.Message):
     steps: int
     cause: str
     cells_cached: int
-    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., cells_used: _Optional[int] = ..., cells_usable: _Optional[int] = ..., sessions: _Optional[int] = ..., steps: _Optional[int] = ..., cause: _Optional[str] = ..., cells_cached: _Optional[int] = ...) -> None: ...
+    loss: str
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., cells_used: _Optional[int] = ..., cells_usable: _Optional[int] = ..., sessions: _Optional[int] = ..., steps: _Optional[int] = ..., cause: _Optional[str] = ..., cells_cached: _Optional[int] = ..., loss: _Optional[str] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("generations_started", "generations_finished", "prompt_tokens", "output_tokens", "overshoot_tokens", "steps", "step_us", "idle_us", "cached_tokens", "prefilled_tokens", "moved", "parked")

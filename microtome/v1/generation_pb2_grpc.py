@@ -49,6 +49,11 @@ class GenerationStub:
                 request_serializer=microtome_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
                 response_deserializer=microtome_dot_v1_dot_generation__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Where = channel.unary_unary(
+                '/microtome.v1.Generation/Where',
+                request_serializer=microtome_dot_v1_dot_generation__pb2.WhereRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_generation__pb2.WhereResponse.FromString,
+                _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/microtome.v1.Generation/OpenSession',
                 request_serializer=microtome_dot_v1_dot_generation__pb2.OpenSessionRequest.SerializeToString,
@@ -100,14 +105,23 @@ class GenerationServicer:
     def Resume(self, request, context):
         """Go on with a generation whose stream broke, from the tokens the caller has. Any generation goes on for a while after
         its driver was restarted; after other breaks only one that was started as resumable. It takes the generation over
-        from a stream that is still open. NOT_FOUND when it is not known, or no longer.
+        from a stream that is still open, all its completions together. NOT_FOUND when it, or a completion that is asked for,
+        is not known, or no longer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """End a generation within one step. NOT_FOUND when no such generation is running.
+        """End a generation within one step, with all its completions. NOT_FOUND when no such generation is running.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Where(self, request, context):
+        """Where a generation is: how far, on which worker, or what it waits for and how long still. Changes nothing. NOT_FOUND
+        when it is not known, or no longer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,6 +198,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=microtome_dot_v1_dot_generation__pb2.CancelRequest.FromString,
                     response_serializer=microtome_dot_v1_dot_generation__pb2.CancelResponse.SerializeToString,
+            ),
+            'Where': grpc.unary_unary_rpc_method_handler(
+                    servicer.Where,
+                    request_deserializer=microtome_dot_v1_dot_generation__pb2.WhereRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_generation__pb2.WhereResponse.SerializeToString,
             ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
@@ -302,6 +321,33 @@ class Generation:
             '/microtome.v1.Generation/Cancel',
             microtome_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
             microtome_dot_v1_dot_generation__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Where(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/microtome.v1.Generation/Where',
+            microtome_dot_v1_dot_generation__pb2.WhereRequest.SerializeToString,
+            microtome_dot_v1_dot_generation__pb2.WhereResponse.FromString,
             options,
             channel_credentials,
             insecure,
