@@ -151,12 +151,20 @@ class WaitingLine:
             self._asked[tenant] -= unused / self._weights.get(tenant, 1)
 
     def in_order(self) -> Iterator[Generation]:
-        """All in line, roughly as they start: returning ones by rank, each priority's by tag, those set aside."""
-        for _, generation in sorted(self._returning, key=lambda entry: entry[0]):
-            if generation.state is State.RETURNING:
-                yield generation
-        for priority in sorted(self._levels, reverse=True):
-            for _, _, generation in sorted(self._levels[priority], key=lambda entry: entry[:2]):
-                if generation.state is State.WAITING:
-                    yield generation
+        """All in line, as they start if nobody comes or goes; then those set aside."""
+        returning = sorted(self._returning, key=lambda entry: entry[0])
+        levels = [sorted(level, key=lambda entry: entry[:2]) for level in self._levels.values()]
+        lines = [[g for _, g in returning if g.state is State.RETURNING]]
+        lines += [[g for _, _, g in level if g.state is State.WAITING] for level in levels]
+        # Within a line its own order holds, and between lines the ranks of those in front, as in `next`.
+        heads = [(line[0].rank, number, 0) for number, line in enumerate(lines) if line]
+        heapq.heapify(heads)
+        while heads:
+            _, number, at = heads[0]
+            line = lines[number]
+            yield line[at]
+            if at + 1 < len(line):
+                heapq.heapreplace(heads, (line[at + 1].rank, number, at + 1))
+            else:
+                heapq.heappop(heads)
         yield from (generation for _, generation in self._aside if generation.state in _IN_LINE)

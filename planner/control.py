@@ -81,7 +81,7 @@ from microtome.planner.restore import Found, read_snapshot
 from microtome.planner.roster import Roster
 from microtome.planner.served import Served
 from microtome.planner.sessions import Session, Sessions
-from microtome.planner.status import ControlStatus, Whereabouts
+from microtome.planner.status import ControlStatus, Listed, Whereabouts
 from microtome.planner.types import (
     FinishReason,
     GenerationId,
@@ -173,6 +173,13 @@ class Control:
         """Where a generation is and what it waits for; None if it has ended or never was. Walks the line."""
         return self._outlook.where(generation)
 
+    def listed(self, limit: int) -> list[Listed]:
+        """Generations that have not ended, `limit` at most: those in line, in their order, then the others.
+
+        Costs time in proportion to the line, and to `limit` times what waits for a step.
+        """
+        return self._outlook.listed(limit)
+
     def awaited_outputs(self, worker: WorkerId) -> list[tuple[GenerationId, int]]:
         """Per output of the step that this worker answers next: whose token, and its offset; void ones have no name."""
         w = self._roster.get(worker)
@@ -226,7 +233,13 @@ class Control:
                 raise WrongState(f"session {session.id} is generating")
             history = session.transcript
         served = self._models.of_submission(event.fingerprint, session)
-        self._entrance.check(served, len(history), prompt, options, 1 + len(names), self._now)
+        if session is not None:
+            # Only here is it known how long the history is: a caller's limit beyond the context's end means that end.
+            room = self._entrance.room(served, len(history) + len(prompt))
+            limit = options.max_new_tokens if room is None else min(options.max_new_tokens, room)
+            options = replace(options, max_new_tokens=limit, tenant=options.tenant or session.tenant)
+        held = session.resident.planned if session is not None and session.resident is not None else 0
+        self._entrance.check(served, len(history), prompt, options, 1 + len(names), held, self._now)
 
         if session is None:
             session = self._sessions.open(options.tenant, options.cache_salt, opened=False)
@@ -420,6 +433,7 @@ class Control:
             w.leave(r)
             if g is not None:
                 self._counters.parked += not w.draining
+                g.parked += not w.draining
                 session.model.line.add_returning(g)
         elif g is None:
             w.rest(r, session.length, idle_note(session))
@@ -620,6 +634,7 @@ class Control:
             session.resident = None
             if g is not None:
                 self._counters.moved += 1
+                g.moved += 1
                 self._release_followers(g)
                 session.model.line.add_returning(g)
             following = session.generation
@@ -705,6 +720,7 @@ class Control:
                 parked += w.parked
                 w.parked.clear()
             for g in parked:
+                g.parked += 1
                 g.session.model.line.add_returning(g)
             self._counters.parked += len(parked)
             for w in changed:

@@ -66,5 +66,6 @@ class Drains:
         w.leave(r)
         if g is not None:
             self._counters.moved += 1
+            g.moved += 1
             if not r.rows:
                 r.session.model.line.add_returning(g)

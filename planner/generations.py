@@ -46,8 +46,10 @@ class Generation:
         "id",
         "leader",
         "limit",
+        "moved",
         "needed",
         "options",
+        "parked",
         "prompt_tokens",
         "rank",
         "sampling",
@@ -83,6 +85,8 @@ class Generation:
         self.delivered = 0
         self.cached_tokens = 0
         self.attempts = 0  # failed steps it was in
+        self.parked = 0  # times it gave up its cells for another
+        self.moved = 0  # times it lost its worker, or left it
         self.finish: FinishReason | None = None
         self.leader: Generation | None = None  # of n completions: whose prompt's K/V this one clones
         self.first_step_us = 0

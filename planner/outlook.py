@@ -5,7 +5,7 @@ Reads the planner's books and changes nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from microtome.planner.counters import Counters
 from microtome.planner.fleet import Fleet
@@ -16,8 +16,8 @@ from microtome.planner.placement import can_hold
 from microtome.planner.roster import Roster
 from microtome.planner.scaling import Load
 from microtome.planner.sessions import Sessions
-from microtome.planner.status import ControlStatus, Waiting, Whereabouts, WorkerStatus
-from microtome.planner.types import GenerationId
+from microtome.planner.status import ControlStatus, Listed, Waiting, Whereabouts, WorkerStatus
+from microtome.planner.types import GenerationId, WorkerId
 
 _RETRY_MS = 1000  # where nothing is measured yet
 RETRY_MAX_MS = 60_000
@@ -74,26 +74,66 @@ class Outlook:
         g = self._generations.get(generation)
         if g is None:
             return None
-        r = g.session.resident
-        worker = next((w for w in self._roster if r and w.residents.get(g.session.id) is r), None)
-        if g.state is State.RUNNING and worker is not None:
-            standing = worker.scheduler.standing(g.session.id)
-            waits_for = Waiting(standing.behind.value) if standing and standing.ahead else Waiting.NOTHING
-            own = r.undone if r else 0
-            ttft = None if g.delivered else ttft_us(worker, -own, own)
-            return Whereabouts(
-                running=True, position=0, waits_for=waits_for, predicted_ttft_us=ttft, delivered=g.delivered,
-                worker=worker.id,
-            )  # fmt: skip
+        if g.state is State.RUNNING:
+            return self._running(g)
         before = list(takewhile(lambda other: other is not g, g.session.model.line.in_order()))
-        ahead = sum(len(other.session.transcript) for other in before)
+        return self._in_line(g, before)
+
+    def listed(self, limit: int) -> list[Listed]:
+        """Generations that have not ended, `limit` at most: those in line, in their order, then the others."""
+        found: list[tuple[Generation, Whereabouts]] = []
+        for served in self._models.every:
+            line: list[Generation] = []
+            for g in served.line.in_order():
+                if len(found) < limit:
+                    found.append((g, self._in_line(g, line)))
+                line.append(g)
+            settling = (g for g in self._generations.values() if g.state is State.SETTLING)
+            own = islice((g for g in settling if g.session.model is served), limit - len(found))
+            found += [(g, self._in_line(g, line)) for g in own]
+        running = (g for g in self._generations.values() if g.state is State.RUNNING)
+        found += [(g, self._running(g)) for g in islice(running, limit - len(found))]
+        return [
+            Listed(generation=g.id, tenant=g.options.tenant, priority=g.options.priority, whereabouts=where)
+            for g, where in found
+        ]
+
+    def _running(self, g: Generation) -> Whereabouts:
+        waits_for, ttft = Waiting.NOTHING, None
+        r = g.session.resident
+        worker = self._roster.home_of(r)
+        if worker is not None and r is not None:
+            standing = worker.scheduler.standing(g.session.id)
+            if standing is not None and standing.ahead:
+                waits_for = Waiting(standing.behind.value)
+            if not g.delivered:
+                ttft = ttft_us(worker, -r.undone, r.undone)
+        return self._whereabouts(g, 0, waits_for, ttft, worker.id if worker is not None else None)
+
+    def _in_line(self, g: Generation, before: Sequence[Generation]) -> Whereabouts:
+        """Of one without a place on a worker; `before`: those in line that start earlier."""
+        ttft = None
+        if g.state is State.SETTLING and g.leader is not None:
+            leader = self.where(g.leader.id)  # its own first token follows the leader's at once
+            ttft = leader.predicted_ttft_us if leader is not None else None
+        elif not g.delivered:
+            ttft = self.forecast(sum(_to_run(other) for other in before), _to_run(g))
+        return self._whereabouts(g, len(before), self._reason(g, before), ttft, None)
+
+    def _whereabouts(
+        self, g: Generation, position: int, waits_for: Waiting, ttft: int | None, worker: WorkerId | None
+    ) -> Whereabouts:
         return Whereabouts(
-            running=False,
-            position=len(before),
-            waits_for=self._reason(g, before),
-            predicted_ttft_us=None if g.delivered else self.forecast(ahead, len(g.session.transcript)),
+            state=g.state,
+            position=position,
+            waits_for=waits_for,
+            predicted_ttft_us=ttft,
             delivered=g.delivered,
-            worker=None,
+            worker=worker,
+            prompt_tokens=g.prompt_tokens,
+            submitted_us=g.submitted_us,
+            parked=g.parked,
+            moved=g.moved,
         )
 
     def forecast(self, ahead: int, own: int) -> int | None:
@@ -137,3 +177,9 @@ class Outlook:
         if any(other.options.tenant != g.options.tenant for other in later):
             return Waiting.TENANT_SHARE
         return Waiting.CELLS if any(w.has_sequence or w.idle for w in staying) else Waiting.SEQUENCES
+
+
+def _to_run(g: Generation) -> int:
+    """Tokens that it has to be prefilled with, but for what a prefix cache may have."""
+    r = g.session.resident
+    return len(g.session.transcript) - (r.planned if r is not None else 0)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from microtome.planner.counters import Counters
-from microtome.planner.types import Incarnation, WorkerId
+from microtome.planner.generations import State
+from microtome.planner.types import GenerationId, Incarnation, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +52,34 @@ class Waiting(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
-    """Where one generation is. `position`: generations that start before it; 0: next, or running."""
+    """Where one generation is.
 
-    running: bool
+    `position`: generations that start before it; 0: next, or running. Of one that is not in line yet, which waits for
+    its own session or a shared prompt: all that are in line.
+    """
+
+    state: State
     position: int
     waits_for: Waiting
     predicted_ttft_us: int | None  # from now; None: no measured cost, or the first token is out
     delivered: int
     worker: WorkerId | None
+    prompt_tokens: int
+    submitted_us: int
+    parked: int  # times it gave up its cells for another
+    moved: int  # times it lost its worker, or left it
+
+    @property
+    def running(self) -> bool:
+        """It has a place on a worker."""
+        return self.state is State.RUNNING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """One generation among all that have not ended."""
+
+    generation: GenerationId
+    tenant: str
+    priority: int
+    whereabouts: Whereabouts
