@@ -28,12 +28,13 @@ import psutil
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from microtome.actors import ray_private
 from microtome.actors.config import ServiceConfig
 from microtome.actors.crew import StartOrder
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
+from microtome.actors.remains import ProcessWatch, Remains, Trace, examine
 from microtome.actors.stages import Stage, within
 from microtome.actors.worker import WorkerActor
 from microtome.planner.errors import BadConfig, BatchingError, WorkerLost
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it; Ray wants some
 DOWN_TIMEOUT_S = 30.0
 ADOPT_TIMEOUT_S = 5.0  # for a worker of an earlier life to answer
+EXAMINE_TIMEOUT_S = 10.0  # for another node to say what has become of a worker's process
 CALL_TIMEOUT_S = 10.0  # for the driver to answer a manager's call
 STAGE_REPORT_S = 0.5  # between two looks at what a start is about
 PLACE_REPORT_S = 5.0  # between two looks at what a place still lacks
@@ -324,16 +326,17 @@ def _as_ours(error: Exception, timed_out: str) -> BatchingError:
     if isinstance(error, GetTimeoutError):
         return WorkerLost(timed_out)
     if isinstance(error, ActorDiedError):
-        return WorkerLost(_why_dead(error))
+        detail = _why_dead(error)
+        return WorkerLost(f"its process has died: {detail}" if detail else "its process has died")
     return WorkerLost(f"{type(error).__name__}: {_last_line(error)}")
 
 
 def _why_dead(error: ActorDiedError) -> str:
-    """Ray's page about a dead actor as one sentence."""
+    """Ray's page about a dead actor as one sentence; empty: all it says is that the connection ended."""
     text = str(error)
     detail = text.rpartition("Worker exit detail: ")[2] if "Worker exit detail: " in text else text
     sentence = detail.partition(" Some common causes")[0].strip().splitlines()[-1]
-    return f"its process has died: {sentence}"
+    return "" if sentence.startswith("Worker unexpectedly exits with a connection error") else sentence
 
 
 def _last_line(error: Exception) -> str:
@@ -534,6 +537,7 @@ class RayWorkers:
     def __init__(self, config: ServiceConfig, secret: str) -> None:
         self._config, self._secret, self._names = config, secret, Names.of(config)
         self._lives: set[asyncio.Task[None]] = set()
+        self._traces: dict[WorkerId, tuple[Trace, ProcessWatch | None]] = {}
 
     async def start(self, order: StartOrder) -> WorkerEndpoint:
         worker, timeout_s = order.worker, self._config.workers.start_timeout_s
@@ -541,6 +545,7 @@ class RayWorkers:
             group = await self._place(worker, order.waits)
             order.placed()
             actor = await _in_thread(self._create, order, group)
+            self._trace(worker, await asyncio.wait_for(actor.trace.remote(), timeout_s))
             endpoint: WorkerEndpoint = await within(
                 timeout_s,
                 actor.start.remote(),
@@ -558,7 +563,7 @@ class RayWorkers:
     async def living(self, ended: Callable[[WorkerId, str], None]) -> Sequence[WorkerEndpoint]:
         actors = await asyncio.to_thread(_actors_of, self._names)
         workers = {name: worker for name in actors if (worker := self._names.worker_of(name)) is not None}
-        answers = await asyncio.gather(*(self._endpoint(actors[name]) for name in workers))
+        answers = await asyncio.gather(*(self._endpoint(actors[name], worker) for name, worker in workers.items()))
         ready: list[WorkerEndpoint] = []
         for (name, worker), endpoint in zip(workers.items(), answers, strict=True):
             if endpoint is None:
@@ -573,8 +578,35 @@ class RayWorkers:
                 await self.end(worker)
         return ready
 
+    async def remains(self, worker: WorkerId) -> Remains | None:
+        trace, watch = self._traces.get(worker, (None, None))
+        if trace is None:
+            return None
+        if trace.node == ray.get_runtime_context().get_node_id():
+            return await asyncio.to_thread(examine, trace, watch)
+        # The node's own look, if it can still have one: a node that is lost answers nothing.
+        place = NodeAffinitySchedulingStrategy(trace.node, soft=False)
+        look = ray.remote(examine).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote(trace)
+        try:
+            found: Remains | None = await asyncio.wait_for(look, EXAMINE_TIMEOUT_S)
+        except (TimeoutError, RayError) as error:
+            log.info("node %s does not say what has become of %s: %s", trace.node, worker, _last_line(error))
+            return None
+        return found
+
+    def _trace(self, worker: WorkerId, trace: Trace) -> None:
+        """Know what to look for if it is lost, and hold on to its process while it lives."""
+        watch = None
+        if trace.node == ray.get_runtime_context().get_node_id():
+            with suppress(OSError):  # it has ended already, or this kernel has no such thing
+                watch = ProcessWatch(trace.pid)
+        self._traces[worker] = trace, watch
+
     async def end(self, worker: WorkerId) -> None:
         await asyncio.to_thread(self._end, worker)
+        _, watch = self._traces.pop(worker, (None, None))
+        if watch is not None:
+            watch.close()
 
     def _end(self, worker: WorkerId) -> None:
         with suppress(ValueError):  # no such actor: it has gone already, or never was
@@ -661,9 +693,12 @@ class RayWorkers:
         demand = {"CPU": self._config.workers.cpus, "GPU": self._config.gpus_per_worker}
         return {name: amount for name, amount in demand.items() if amount}
 
-    async def _endpoint(self, actor: Any) -> WorkerEndpoint | None:
+    async def _endpoint(self, actor: Any, worker: WorkerId) -> WorkerEndpoint | None:
+        """Of a worker of an earlier life of the driver; None while it is not ready."""
         try:
             endpoint: WorkerEndpoint | None = await asyncio.wait_for(actor.endpoint.remote(), ADOPT_TIMEOUT_S)
+            if endpoint is not None:
+                self._trace(worker, await asyncio.wait_for(actor.trace.remote(), ADOPT_TIMEOUT_S))
         except (TimeoutError, RayError):
             return None
         return endpoint

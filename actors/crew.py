@@ -7,6 +7,7 @@ business. All on the driver's event loop.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,10 +15,11 @@ from typing import Any, Protocol
 
 from microtome.actors.config import ServiceConfig
 from microtome.actors.link import WorkerEndpoint
+from microtome.actors.remains import Loss, Remains
 from microtome.actors.stages import Stage
 from microtome.actors.worker_client import WorkerClient
 from microtome.cuda_runtime.options import RuntimeOptions
-from microtome.planner.errors import BatchingError, WorkerLost
+from microtome.planner.errors import BadConfig, BatchingError, WorkerLost
 from microtome.planner.events import (
     StepDone,
     StepFailed,
@@ -68,6 +70,12 @@ class WorkerStarter(Protocol):
     async def leaving(self) -> Mapping[WorkerId, float | None]:
         """Workers whose places will be taken from them, as their nodes drain: in how many seconds, if that is known."""
 
+    async def remains(self, worker: WorkerId) -> Remains | None:
+        """What has become of the process of a worker that is lost, before it is ended. None: nobody knows.
+
+        Takes less than a second, or ten of them where the worker's node is another one and does not answer.
+        """
+
     async def end(self, worker: WorkerId) -> None:
         """End the process and give its place back. Idempotent; returns when both are gone or as good as gone."""
 
@@ -91,11 +99,13 @@ class Member:
     state: State
     since_us: int
     cause: str = ""
+    loss: Loss | None = None  # how it was lost, once it is
     compiles: bool = False  # while it starts: no limit counts that
     client: WorkerClient | None = None
     capability: Capability | None = None
     revision: int = 0  # of the settings it was started with
     left: bool = False  # its node drains, and `Control` knows
+    explained: bool = False  # what has become of its process was looked for
     starting: "asyncio.Task[None] | None" = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # process and place are gone
 
@@ -126,6 +136,7 @@ class Crew:
         self._failure: BatchingError | None = None
         self._stopping = False
         self._most_ready = 0  # at once, so far
+        self._losses: Counter[tuple[Loss, str]] = Counter()
 
     # --- what others see ---
 
@@ -134,6 +145,11 @@ class Crew:
         """Those that are gone are among them for a while."""
         forgotten_us = self._now_us() - int(self._config.workers.gone_s * 1e6)
         return tuple(m for m in self._members.values() if m.state not in GONE or m.since_us > forgotten_us)
+
+    @property
+    def losses(self) -> Mapping[tuple[Loss, str], int]:
+        """Workers lost by this driver: how, and what ended the process where that is known ("SIGKILL", "exit 3")."""
+        return self._losses
 
     @property
     def ready(self) -> int:
@@ -175,7 +191,7 @@ class Crew:
             try:
                 await self._join(member, endpoint)
             except BatchingError as error:
-                self._mark(member, State.LOST, str(error))
+                self._lose(member, Loss.LINK, str(error))
                 await self._retire(member)
         return self.ready
 
@@ -225,7 +241,7 @@ class Crew:
             return
         if member.state not in GONE:
             log.warning("%s (pid %d) is lost: %s", worker, member.endpoint.pid, cause)
-            self._mark(member, State.LOST, cause)
+            self._lose(member, Loss.LINK if member.client is None else member.client.loss, cause)
             self._spawn(self._retire(member))
 
     def released(self, worker: WorkerId) -> None:
@@ -279,8 +295,12 @@ class Crew:
             endpoint = await self._starter.start(order)
             await self._join(member, endpoint)
         except BatchingError as error:
+            self._lose(member, Loss.NOT_STARTED, str(error))
+            if not isinstance(error, BadConfig):  # which its own process has found, and is no worse for it
+                await self._explain(member)
+                error = WorkerLost(member.cause)
+            member.explained = True
             log.error("%s did not start: %s", worker, error)
-            self._mark(member, State.LOST, str(error))
             self._failure = self._failure or error
             self._ready.set()
             await self._retire(member)
@@ -313,6 +333,26 @@ class Crew:
     def _mark(self, member: Member, state: State, cause: str) -> None:
         member.state, member.cause, member.since_us = state, cause, self._now_us()
 
+    def _lose(self, member: Member, loss: Loss, cause: str) -> None:
+        self._mark(member, State.LOST, cause)
+        member.loss = loss
+
+    async def _explain(self, member: Member) -> None:
+        """Add to the cause what has become of the process. Once."""
+        assert member.loss is not None
+        if member.explained:
+            return
+        member.explained = True
+        found = await self._starter.remains(member.worker)
+        if found is not None:
+            if not found.lives and member.loss is Loss.LINK:
+                member.loss = Loss.DIED
+            # How it was noticed matters less than what had happened, unless that is the reason for it.
+            ended_first = not found.lives and member.loss in (Loss.DIED, Loss.NOT_STARTED)
+            member.cause = f"{found} (noticed: {member.cause})" if ended_first else f"{member.cause}; {found}"
+            log.warning("%s is lost, %s: %s", member.worker, member.loss.value, member.cause)
+        self._losses[member.loss, "" if found is None else found.how] += 1
+
     async def _retire(self, member: Member) -> None:
         """Close the link first: whatever the process still answers is dropped from then on."""
         starting = member.starting
@@ -321,6 +361,8 @@ class Crew:
             await asyncio.wait([starting])  # what it was making is there to be ended then
         if member.client is not None:
             await member.client.close()
+        if member.state is State.LOST:
+            await self._explain(member)
         await self._starter.end(member.worker)
         member.ended.set()
         gone = [m.worker for m in self._members.values() if m.state in GONE]

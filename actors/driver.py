@@ -513,6 +513,7 @@ class DriverHost:
                 self._crew.members,
                 self.loop_us * 1e-6,
                 self.front_end.text_us * 1e-6,
+                dict(self._crew.losses),
                 self._journal,
             )
 

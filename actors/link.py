@@ -15,6 +15,7 @@ from microtome.planner.types import Incarnation, WorkerId
 
 SECRET_KEY = "microtome-secret"  # call metadata: the service's secret, on every call
 INCARNATION_KEY = "microtome-incarnation"  # initial metadata of an accepted `Steps` stream: who answers
+TAKEN_OVER = "a newer step stream has taken over"  # how a worker ends the older one
 
 DEFAULT_EXECUTOR = "microtome.cuda_runtime.executor:build_executor"
 

@@ -4,7 +4,7 @@ Nothing here is on the path of a token: totals are read when somebody scrapes, a
 it ends. Names carry units; times are seconds, as Prometheus has it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from microtome.actors.crew import Member, State
 from microtome.actors.journal_file import JournalFile
+from microtome.actors.remains import Loss
 from microtome.actors.streams import Stream
 from microtome.planner.errors import BadConfig
 from microtome.planner.status import ControlStatus
@@ -47,6 +48,7 @@ class Observation:
     members: Sequence[Member]
     handling_s: float  # spent by the driver on events since it started
     text_s: float  # spent decoding text
+    losses: Mapping[tuple[Loss, str], int]  # of workers: how, and what ended the process
     journal: JournalFile | None = None
 
 
@@ -130,6 +132,14 @@ def _workers(seen: Observation) -> Iterator[Metric]:
     for state, number in states.items():
         count.add_metric([state.value], number)
     yield count
+    lost = CounterMetricFamily(
+        "microtome_workers_lost",
+        "Workers lost: how, and the signal or exit code that ended the process, where it is known",
+        labels=["reason", "process"],
+    )
+    for (loss, process), number in seen.losses.items():
+        lost.add_metric([loss.value, process], number)
+    yield lost
     families = {
         "cells_used": GaugeMetricFamily("microtome_cells_used", "Cells of sessions", labels=["worker"]),
         "cells_cached": GaugeMetricFamily("microtome_cells_cached", "Cells of the prefix cache", labels=["worker"]),

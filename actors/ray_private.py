@@ -6,6 +6,7 @@ Calls need a connection to a cluster, but the one about loopback. Blocking, a fe
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,6 +33,11 @@ def actor_facts(actor: Any) -> ActorFacts | None:
     if not found:
         return None
     return ActorFacts(found["State"], int(found["Pid"]), found["Address"]["IPAddress"], found["Address"]["NodeID"])
+
+
+def logs_folder() -> Path:
+    """Of this process's node: where Ray keeps the logs of the processes that it has started there."""
+    return Path(worker._global_node.get_logs_dir_path())
 
 
 def resources_per_node() -> Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]:

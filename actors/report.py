@@ -17,6 +17,8 @@ def status_response(
     workers: list[pb.WorkerStatus] = []
     for member in members:
         shown = pb.WorkerStatus(name=member.worker, state=member.state.value, cause=member.cause)
+        if member.loss is not None:
+            shown.loss = member.loss.value
         if member.endpoint is not None:
             shown.device = member.endpoint.device
             shown.incarnation = member.endpoint.incarnation

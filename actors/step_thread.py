@@ -46,6 +46,8 @@ class StepThread:
                 value = job()
             except Exception as error:
                 _tell(loop, settle, None, error)
+            except BaseException as error:  # a library that calls `sys.exit`: it ends no thread of ours, nor the loop
+                _tell(loop, settle, None, RuntimeError(f"{type(error).__name__}: {error}"))
             else:
                 _tell(loop, settle, value, None)
 
@@ -66,7 +68,7 @@ class StepThread:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:
+            except BaseException:
                 logger.exception("job failed thread=%s", self._thread.name)
 
 

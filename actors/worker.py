@@ -23,8 +23,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from microtome.actors.connection import bind
 from microtome.actors.health import StepHealth
+from microtome.actors.last_words import LastWords
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
 from microtome.actors.mailbox import Mailbox
+from microtome.actors.remains import Trace
 from microtome.actors.stages import Stage, StageListener
 from microtome.actors.step_runner import StepRunner
 from microtome.actors.step_thread import StepThread
@@ -45,15 +47,21 @@ BYTES_PER_TOKEN = 10  # of a sequence in a snapshot: its cell and id as varints
 class WorkerProcess:
     """On the running event loop. `end` is called once, on it, with the cause: whoever gave it ends the process.
 
-    `build` makes the executor, on the step thread; None: the function that `spec.executor` names.
+    `build` makes the executor, on the step thread; None: the function that `spec.executor` names. `words`: where it
+    says what it is about and why it ends; None: nowhere.
     """
 
     def __init__(
-        self, spec: WorkerSpec, end: Callable[[str], None], build: Callable[[RuntimeOptions], Executor] | None = None
+        self,
+        spec: WorkerSpec,
+        end: Callable[[str], None],
+        build: Callable[[RuntimeOptions], Executor] | None = None,
+        words: LastWords | None = None,
     ) -> None:
         self._spec = spec
         self._end = end
         self._build = build
+        self._words = words
         self._steps = StepThread(f"step-{spec.worker}")
         self._server: grpc.aio.Server | None = None
         self._service: WorkerService | None = None
@@ -134,7 +142,8 @@ class WorkerProcess:
 
     def _make_runner(self) -> StepRunner:
         build = self._build or load_executor_factory(self._spec.executor)
-        return StepRunner(build(self._spec.runtime), self._spec.link.max_unanswered_steps)
+        kept_results = self._spec.link.max_unanswered_steps
+        return StepRunner(build(self._spec.runtime), kept_results, words=self._words)
 
     # --- while it serves ---
 
@@ -184,6 +193,8 @@ class WorkerProcess:
     def _fail(self, cause: str) -> None:
         if self._ending is None:
             logger.error("worker ends worker=%s cause=%r", self._spec.worker, cause)
+            if self._words is not None:
+                self._words.say(cause)
             self._ending = asyncio.create_task(self._finish(cause))
 
     async def _finish(self, cause: str) -> None:
@@ -211,6 +222,14 @@ class WorkerActor:
         logging.getLogger("microtome.runtime").addHandler(self._stages)
         self._spec = spec
         self._process: WorkerProcess | None = None
+        self._words = _begin_words(spec)
+
+    async def trace(self) -> Trace:
+        """Where to look for what becomes of this process."""
+        import ray
+
+        node = str(ray.get_runtime_context().get_node_id())
+        return Trace(node=node, pid=os.getpid(), words="" if self._words is None else str(self._words.path))
 
     async def start(self) -> WorkerEndpoint:
         """Load, capture, bind, serve. Takes as long as the model does. A second call returns the same endpoint.
@@ -219,7 +238,8 @@ class WorkerActor:
         binds to the node's address.
         """
         if self._process is None:
-            self._process = WorkerProcess(replace(self._spec, host=self._spec.host or _node_address()), _exit)
+            spec = replace(self._spec, host=self._spec.host or _node_address())
+            self._process = WorkerProcess(spec, _exit, words=self._words)
         return await self._process.start()
 
     async def endpoint(self) -> WorkerEndpoint | None:
@@ -252,6 +272,19 @@ def _check_limits(capability: Capability, max_message_bytes: int) -> None:
             f"max_message_bytes {max_message_bytes} is below the {sequence_bytes} that a sequence of "
             f"max_session_tokens {capability.max_session_tokens} can take in a snapshot"
         )
+
+
+def _begin_words(spec: WorkerSpec) -> LastWords | None:
+    """Beside the logs of this node. A worker that cannot write any works all the same."""
+    from microtome.actors import ray_private  # here, so that a worker without Ray needs none
+
+    try:
+        words = LastWords(ray_private.logs_folder() / f"{spec.worker}-{os.getpid()}.last-words")
+    except OSError as error:
+        logger.warning("no last words are kept worker=%s cause=%r", spec.worker, str(error))
+        return None
+    words.heed_crashes()
+    return words
 
 
 def _node_address() -> str:

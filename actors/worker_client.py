@@ -23,7 +23,8 @@ from typing import Any
 import grpc
 
 from microtome.actors.connection import open_channel
-from microtome.actors.link import INCARNATION_KEY, SECRET_KEY, LinkSettings, WorkerEndpoint
+from microtome.actors.link import INCARNATION_KEY, SECRET_KEY, TAKEN_OVER, LinkSettings, WorkerEndpoint
+from microtome.actors.remains import Loss
 from microtome.actors.wire import (
     Snapshot,
     StepFault,
@@ -72,9 +73,9 @@ class _Sent:
 class _Broken(Exception):
     """The stream ended. `final`: the worker meant it, or there is nobody to try again with."""
 
-    def __init__(self, cause: str, *, final: bool) -> None:
+    def __init__(self, cause: str, *, final: bool, loss: Loss = Loss.LINK) -> None:
         super().__init__(cause)
-        self.final = final
+        self.final, self.loss = final, loss
 
 
 class WorkerClient:
@@ -104,6 +105,7 @@ class WorkerClient:
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._gone: str | None = None
+        self._loss = Loss.LINK
         self._closed = False
 
     @property
@@ -114,6 +116,11 @@ class WorkerClient:
     def gone(self) -> str | None:
         """Why it is gone; None while it is not."""
         return self._gone
+
+    @property
+    def loss(self) -> Loss:
+        """How it went, once it is gone: as far as this end of the link can tell."""
+        return self._loss
 
     async def connect(self) -> WorkerJoined:
         """Describe, open the step stream (which ends any other driver's), take the snapshot.
@@ -168,7 +175,7 @@ class WorkerClient:
 
     def process_ended(self, cause: str) -> None:
         """The process behind it is known to be dead: gone at once, without waiting for a time-out."""
-        self._lose(f"its process ended: {cause}")
+        self._lose(cause, Loss.DIED)
 
     async def close(self) -> None:
         """Close stream and channel; post nothing more. Idempotent. The worker itself lives on."""
@@ -232,14 +239,14 @@ class WorkerClient:
             # A stream that breaks twice over the same step would do so for ever.
             again = bool(self._unanswered) and answers_at_break == self._answers
             if broken.final or again:
-                self._lose(str(broken))
+                self._lose(str(broken), broken.loss)
                 return
             answers_at_break = self._answers
             logger.warning("stream broken worker=%s cause=%r", self._endpoint.worker, str(broken))
             try:
                 call = await self._reopen(channel)
             except _Broken as still:
-                self._lose(f"{broken}; then {still}")
+                self._lose(f"{broken}; then {still}", still.loss)
                 return
             logger.info("stream reopened worker=%s unanswered=%d", self._endpoint.worker, len(self._unanswered))
 
@@ -293,9 +300,11 @@ class WorkerClient:
         self._answered_s = self._loop_s()
         self._answers += 1
         if isinstance(answer, StepFault):
+            if not answer.refused:
+                self._loss = Loss.FAILED  # before the driver hears of it, and gives the worker up
             self._post_failed(answer.step, answer.refused, answer.message)
             if not answer.refused:
-                return _Broken(f"step {answer.step} failed: {answer.message}", final=True)
+                return _Broken(f"step {answer.step} failed: {answer.message}", final=True, loss=Loss.FAILED)
         else:
             self._post(StepDone(at_us=self._now_us(), worker=self._endpoint.worker, result=answer))
         self._refuse_unsent()
@@ -340,14 +349,14 @@ class WorkerClient:
         now_s = self._loop_s()
         if now_s >= due_s:
             waited_s = now_s - max(oldest.at_s, self._answered_s)
-            self._lose(f"hung: step {oldest.plan.step} has no result after {waited_s:.1f} s")
+            self._lose(f"hung: step {oldest.plan.step} has no result after {waited_s:.1f} s", Loss.HUNG)
             return
         self._hang_timer = asyncio.get_running_loop().call_later(due_s - now_s, self._watch_for_hang)
 
-    def _lose(self, cause: str) -> None:
+    def _lose(self, cause: str, loss: Loss) -> None:
         if self._gone is not None or self._closed:
             return
-        self._gone = cause
+        self._gone, self._loss = cause, loss
         logger.warning("worker gone worker=%s cause=%r", self._endpoint.worker, cause)
         self._let_go()
         if self._task is not None and self._task is not asyncio.current_task():
@@ -387,7 +396,9 @@ async def _ending(call: StepsCall) -> _Broken:
     code, details = await call.code(), await call.details()
     if code is grpc.StatusCode.OK:
         return _Broken("it closed the step stream", final=True)
-    return _Broken(f"{code.name}: {details}", final=code not in BROKEN_LINK)
+    failed = code is grpc.StatusCode.ABORTED and details != TAKEN_OVER
+    loss = Loss.FAILED if failed else Loss.LINK
+    return _Broken(f"{code.name}: {details}", final=code not in BROKEN_LINK, loss=loss)
 
 
 def _cause(error: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from microtome.actors.health import StepHealth
-from microtome.actors.link import INCARNATION_KEY, SECRET_KEY, LinkSettings
+from microtome.actors.link import INCARNATION_KEY, SECRET_KEY, TAKEN_OVER, LinkSettings
 from microtome.actors.mailbox import Mailbox
 from microtome.actors.step_runner import StepRunner
 from microtome.actors.step_thread import StepThread
@@ -131,7 +131,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         stream = _Stream(self._link.max_unanswered_steps + 1)
         older, self._stream = self._stream, stream
         if older is not None:
-            older.answers.put_nowait(_Close("a newer step stream has taken over"))
+            older.answers.put_nowait(_Close(TAKEN_OVER))
         logger.info("steps opened peer=%s", context.peer())
         reading = asyncio.create_task(self._read(requests, stream))
         try:

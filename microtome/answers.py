@@ -74,6 +74,7 @@ class WorkerState:
     name: str
     state: str  # "starting", "ready", "draining", "ended", "lost"
     cause: str  # why it is not ready; empty when it is
+    loss: str  # of one that is lost: "died", "hung", "failed a step", "link", "not started"; else empty
     device: str
     address: str
     pid: int
@@ -181,6 +182,7 @@ def _worker_of(message: pb.WorkerStatus) -> WorkerState:
         name=message.name,
         state=message.state,
         cause=message.cause,
+        loss=message.loss,
         device=message.device,
         address=message.address,
         pid=message.pid,

@@ -2,12 +2,16 @@
 
 import asyncio
 import os
+import re
 import signal
+import urllib.request
 
 import grpc
 import grpc.aio
+import pytest
 import ray
 
+from microtome.actors import ray_private
 from microtome.v1 import generation_pb2 as pb
 from tests.support.calls import (
     collect,
@@ -19,7 +23,7 @@ from tests.support.calls import (
     undisturbed,
     until_idle,
 )
-from tests.support.on_ray import ended, runs, stub_of, up
+from tests.support.on_ray import ended, free_port, runs, stub_of, up
 
 
 async def test_worker_killed_in_mid_stream_changes_no_token_and_is_replaced(service_name: str) -> None:
@@ -35,8 +39,8 @@ async def test_worker_killed_in_mid_stream_changes_no_token_and_is_replaced(serv
             assert tokens_of(await task) == undisturbed(prompt, 120)
         status = await until_idle(stub)
         lost = next(worker for worker in status.workers if worker.name == victim.name)
-        assert lost.state == "lost"
-        assert lost.cause
+        assert (lost.state, lost.loss) == ("lost", "died")
+        assert re.search(r"^its process was killed by SIGKILL (in|after) step \d+ \(noticed: ", lost.cause), lost.cause
         await status_when(stub, lambda status: sum(w.state == "ready" for w in status.workers) == 2)
 
 
@@ -95,6 +99,8 @@ async def test_stopped_worker_is_given_up_and_cannot_answer_when_it_goes_on(serv
             assert tokens_of(await task) == undisturbed(prompt, 200)
         status = await until_idle(stub)
         assert status.workers[1].incarnation == victim.incarnation
+        assert status.workers[1].loss == "link"
+        assert "its process still ran" in status.workers[1].cause, status.workers[1].cause
     await ended(victim.pid)
 
 
@@ -114,8 +120,48 @@ async def test_hung_step_is_told_from_a_death_and_its_sessions_move(service_name
         status = await until_idle(stub)
     lost = [worker for worker in status.workers if worker.state == "lost"]
     assert lost
-    assert "step 40" in lost[0].cause, lost[0].cause
+    assert lost[0].loss == "hung"
+    assert lost[0].cause.startswith("hung: step 40 has no result after 0.5 s"), lost[0].cause
+    assert lost[0].cause.endswith("its process still ran in step 40"), lost[0].cause
     assert not runs(lost[0].pid)
+
+
+@pytest.mark.parametrize(
+    ("by", "loss", "process", "cause"),
+    [
+        (
+            "segv",
+            "died",
+            "SIGSEGV",
+            r"^its process was killed by SIGSEGV in step 40, at __init__\.py:\d+ in string_at ",
+        ),
+        ("exit", "died", "exit 3", r"^its process ended with exit code 3 in step 40 "),
+        ("error", "failed a step", "exit 1", r"^step 40 failed: ValueError: the numbers do not add up; its process "),
+    ],
+)
+async def test_status_metrics_and_log_tell_how_a_process_ended_and_in_which_step(
+    service_name: str, by: str, loss: str, process: str, cause: str
+) -> None:
+    port = free_port()
+    endpoint = up(
+        service_name,
+        f"fake:step_ms=2,end_at=40,end_by={by}",
+        workers__count=1,
+        workers__executor="tests.support.ending_executor:build_executor",
+        service__metrics_port=port,
+    )
+    async with stub_of(endpoint) as stub:
+        answer = await collect(stub, request([1], max_new_tokens=60))
+        assert tokens_of(answer) == undisturbed([1], 60)
+        status = await status_when(stub, lambda s: any("its process" in w.cause for w in s.workers))
+    (lost,) = (worker for worker in status.workers if worker.state == "lost")
+    assert lost.loss == loss
+    assert re.search(cause, lost.cause), lost.cause
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}").read().decode())
+    assert f'microtome_workers_lost_total{{process="{process}",reason="{loss}"}} 1.0' in page
+    pid = ray.get(ray.get_actor(service_name, namespace=service_name).pid.remote())
+    (log,) = ray_private.logs_folder().glob(f"worker-*-{pid}.err")
+    assert lost.cause in log.read_text(), "the driver's log does not say it"
 
 
 async def test_request_that_fails_every_step_it_is_in_ends_and_the_service_goes_on(service_name: str) -> None:

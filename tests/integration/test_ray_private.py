@@ -34,6 +34,11 @@ def test_actor_facts_tell_process_node_and_death(ray_session: None) -> None:
     assert facts == ray_private.ActorFacts("DEAD", pid, ray.util.get_node_ip_address(), node)
 
 
+def test_logs_folder_is_where_output_of_processes_goes(ray_session: None) -> None:
+    pid = ray.get(Sleeper.remote().pid.remote())
+    assert list(ray_private.logs_folder().glob(f"worker-*-{pid}.err"))
+
+
 def test_resources_per_node_tell_free_from_total(ray_session: None) -> None:
     group = placement_group([{"CPU": 1}], lifetime="detached")
     assert group.wait(10)

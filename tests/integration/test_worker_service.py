@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from microtome.actors import wire
 from microtome.actors.link import INCARNATION_KEY, SECRET_KEY, LinkSettings
+from microtome.actors.remains import Loss
 from microtome.actors.worker import SERVICE_NAME, WorkerProcess
 from microtome.planner.errors import BadConfig, WorkerLost
 from microtome.planner.events import StepDone, StepFailed, WorkerGone
@@ -505,7 +506,8 @@ async def test_a_step_is_not_a_hang_while_its_predicted_time_lasts() -> None:
 async def test_a_process_known_to_be_dead_is_gone_at_once() -> None:
     async with running_worker() as worker, Driver(worker.endpoint) as driver:
         driver.client.process_ended("killed by its node")
-        assert driver.client.gone == "its process ended: killed by its node"
+        assert driver.client.gone == "killed by its node"
+        assert driver.client.loss is Loss.DIED
         assert [type(event) for event in driver.events] == [WorkerGone]
         driver.client.process_ended("again")
         assert len(driver.events) == 1

@@ -5,6 +5,8 @@ A process of its own, because a process talks to one Ray. It prints what it saw,
 
 import asyncio
 import json
+import os
+import signal
 import time
 
 import grpc.aio
@@ -22,6 +24,7 @@ from tests.support.in_process import fake_config
 
 NAME = "cloud"
 NODE_IDLE_S = 2.0
+LIMIT_S = 240.0  # of the whole life, which takes half a minute: it ends what it has started even then
 
 
 def nodes() -> set[str]:
@@ -29,12 +32,8 @@ def nodes() -> set[str]:
 
 
 async def nodes_when(wanted: int) -> None:
-    await asyncio.to_thread(_wait_for_nodes, wanted)
-
-
-def _wait_for_nodes(wanted: int) -> None:
-    while len(nodes()) != wanted:
-        time.sleep(0.1)
+    while len(await asyncio.to_thread(nodes)) != wanted:  # noqa: ASYNC110 - Ray tells nobody
+        await asyncio.sleep(0.1)
 
 
 def node_of(worker: str) -> str:
@@ -97,6 +96,16 @@ async def live(address: str) -> None:
         say("stream goes on elsewhere", begin, right=tokens == undisturbed([2], len(tokens)), tokens=len(tokens))
 
         begin = time.monotonic()
+        status = await stub.Status(pb.StatusRequest())
+        victim = next(worker for worker in status.workers if worker.state == "ready")
+        os.kill(victim.pid, signal.SIGKILL)
+        status = await status_when(
+            stub, lambda s: any(w.name == victim.name and "SIGKILL" in w.cause for w in s.workers)
+        )
+        lost = next(worker for worker in status.workers if worker.name == victim.name)
+        say("another node says how its worker ended", begin, loss=lost.loss, cause=lost.cause)
+
+        begin = time.monotonic()
         asked = [[n + 1] * 600 for n in range(24)]
         calls = [(prompt, list[int](), stub.Generate(request(prompt, max_new_tokens=900))) for prompt in asked]
         reading_all = [asyncio.create_task(read_until_broken(call, tokens)) for _, tokens, call in calls]
@@ -121,6 +130,6 @@ async def live(address: str) -> None:
 if __name__ == "__main__":
     with FakeCloud(head_cpus=1, worker={"CPU": 1}, max_workers=2, idle_s=NODE_IDLE_S) as cloud:
         try:
-            asyncio.run(live(cloud.address))
+            asyncio.run(asyncio.wait_for(live(cloud.address), LIMIT_S))
         finally:
             ray.shutdown()  # before its cluster goes: it would wait for that for a minute, and hide what went wrong

@@ -14,6 +14,7 @@ from microtome.actors.config import ServiceConfig, read_config
 from microtome.actors.crew import StartOrder
 from microtome.actors.driver import DriverHost
 from microtome.actors.link import WorkerEndpoint, WorkerSpec
+from microtome.actors.remains import Remains
 from microtome.actors.worker import WorkerProcess
 from microtome.planner.errors import BatchingError, WorkerLost
 from microtome.planner.types import WorkerId
@@ -45,6 +46,8 @@ class InProcessWorkers:
         self._ended: dict[WorkerId, Callable[[str], None]] = {}
         self.started: list[WorkerId] = []
         self.ended: list[WorkerId] = []
+        self.examined: list[WorkerId] = []
+        self.found: dict[WorkerId, Remains] = {}  # the test says what is found of a lost one
         self.hold_starts: asyncio.Event | None = None  # no worker finds a place before it is set
         self.places_taken: set[WorkerId] = set()  # the test says whose, and how soon
         self.places_taken_in_s: float | None = None
@@ -81,6 +84,10 @@ class InProcessWorkers:
 
     async def leaving(self) -> Mapping[WorkerId, float | None]:
         return dict.fromkeys(self.places_taken, self.places_taken_in_s)
+
+    async def remains(self, worker: WorkerId) -> Remains | None:
+        self.examined.append(worker)
+        return self.found.get(worker)
 
     async def end(self, worker: WorkerId) -> None:
         process = self.processes.pop(worker, None)

@@ -1,6 +1,7 @@
 """Services of the fake executor on the tests' own Ray."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +26,12 @@ async def stub_of(endpoint: cluster.Endpoint) -> AsyncIterator[Any]:
 
 def up(name: str, model: str = "fake", **settings: object) -> cluster.Endpoint:
     return cluster.up(fake_config(model, service__name=name, **settings))
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def left_of(name: str, pids: list[int]) -> list[str]:
