@@ -10,8 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.microtome-installed
 PYTEST_ARGS ?=
 BENCHES ?= planner_leaves wire link attention overhead
+PEERS ?= main rest
+PEERS_ARGS ?=
 
-.PHONY: help env demo test check format proto docs wheel bench soak constraints clean
+.PHONY: help env demo test check format proto docs wheel bench bench-peers soak constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +61,11 @@ wheel: $(STAMP) ## build the package into dist/
 
 bench: $(STAMP) ## measure; prints ratios within one run
 	@for name in $(BENCHES); do echo "== bench.$$name"; $(BIN)/python -m bench.$$name; done
+
+# $$PEERS_HOME says where they go; PEERS which of them, PEERS_ARGS what else `python -m bench.peers` is told.
+bench-peers: $(STAMP) ## install other engines (13 GB, 12 minutes, once) and measure beside them
+	@PYTHON=$(PYTHON) bash bench/peer_engines/install.sh
+	@for set in $(PEERS); do $(BIN)/python -m bench.peers $$set $(PEERS_ARGS); done
 
 soak: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)

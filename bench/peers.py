@@ -89,8 +89,12 @@ def main() -> int:
     asked = parser.parse_args()
     cores = tuple(sorted(os.sched_getaffinity(0)))[:THREADS]
     os.sched_setaffinity(0, cores)  # and so for every process that is started
+    try:
+        engines = chosen(asked.engines)
+    except ValueError as error:
+        parser.error(str(error))
     plan = Plan(
-        engines=chosen(asked.engines),
+        engines=engines,
         dtypes=tuple(asked.dtypes.split(",")),
         works=tuple(asked.works.split(",")),
         rounds=asked.rounds,
@@ -100,6 +104,8 @@ def main() -> int:
         settings=dict(pair.split("=", 1) for pair in asked.set),
         all_new=asked.all_new,
     )
+    if not (plan.home / MODEL).is_dir():
+        parser.error(f"there is no model at {plan.home / MODEL}: `make bench-peers` installs it, and the peers")
     asked.logs.mkdir(parents=True, exist_ok=True)
     out = asked.out or MEASURED / f"peers-{asked.engines.replace(',', '-')}"
     command, date = f"python -m bench.peers {' '.join(sys.argv[1:])}".strip(), time.strftime("%Y-%m-%d", time.gmtime())
@@ -107,13 +113,15 @@ def main() -> int:
     with Bench(plan, asked.logs, lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)) as bench:
         measured = bench.run()
         agreements = compare_tokens(bench, measured)
+    busy = max((cores["before"] for one in measured.entrants for cores in one.cores), default=0.0)
     limits = shares(measured, demand_of_folder(plan.home / MODEL))
     rounds = len(measured.limits)
     facts = [
         f"`{command}`, {date}, {rounds} round{'s' if rounds > 1 else ''}: medians (least–most). SmolLM2-135M-Instruct, "
         f"{THREADS} threads, greedy, exact lengths; the works are in bench/peer_engines/workload.py. Machine: "
         f"{about['cpu']}, {about['cores']} cores, {', '.join(about['features'])}, {about['memory_gib']} GiB, "  # type: ignore[arg-type]
-        f"{about['system']}; torch {torch.__version__}; a load average of {about['load_before']:.1f} before. A ratio "
+        f"{about['system']}; torch {torch.__version__}; other processes kept at most "
+        f"{busy:.2f} cores busy before a turn. A ratio "
         "above 1 means that ours is faster: rates are divided ours ÷ peer, times peer ÷ ours, round by round.",
     ]
     text = markdown(TITLE, facts, measured, limits, agreements)

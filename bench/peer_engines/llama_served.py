@@ -14,7 +14,7 @@ from bench.peer_engines import asked_by_environment as asked_for
 from bench.peer_engines.closed_loop import closed_loop
 from bench.peer_engines.http_stream import events
 from bench.peer_engines.records import Record
-from bench.peer_engines.server_process import HOST, free_port, server
+from bench.peer_engines.server_process import HOST, first_line, free_port, server
 from bench.peer_engines.turns import Reply, answer_lines, turn
 from bench.peer_engines.workload import Asked
 
@@ -68,7 +68,8 @@ def started() -> Iterator[tuple[Mapping[str, Any], Reply]]:
     }
     command = [environ["BENCH_SERVER"], "--no-webui", *(str(part) for pair in flags.items() for part in pair)]
     with server(command, port, {}):
-        engine = LlamaServer(port, {"settings": flags})
+        told = first_line([environ["BENCH_SERVER"], "--version"])
+        engine = LlamaServer(port, {"llama.cpp": told.removeprefix("version: "), "settings": flags})
         yield engine.facts, lambda asked: turn(engine, asked)
 
 

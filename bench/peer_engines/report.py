@@ -87,6 +87,7 @@ def markdown(
             lines += [*_limits(own_limits), ""]
     if agreements:
         lines += ["## Tokens, float32, greedy", "", *_agreements(agreements), ""]
+    lines += ["## Versions and settings", "", *_settings(measured.entrants), ""]
     if gone := [entrant for entrant in measured.entrants if entrant.out]:
         lines += ["## Not measured", "", *(f"- {entrant.key}: {entrant.out}" for entrant in gone), ""]
     return "\n".join(lines)
@@ -123,6 +124,14 @@ def _limits(limits: Sequence[Share]) -> Iterator[str]:
             f"weights can be read; W3 at {share.prefill_share.told(2)} of the {share.prefill_limit:.0f} tok/s at which "
             f"large matrices are multiplied"
         )
+
+
+def _settings(entrants: Sequence[Entrant]) -> Iterator[str]:
+    for entrant in entrants:
+        if entrant.rounds:
+            versions = ", ".join(f"{name} {said}" for name, said in entrant.facts.items() if isinstance(said, str))
+            settings = ", ".join(f"{name} {said}" for name, said in entrant.facts.get("settings", {}).items())
+            yield f"- {entrant.key}: {versions}; {settings}"
 
 
 def _agreements(agreements: Sequence[Agreement]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from bench.peer_engines.engine_process import EngineFailed, EngineProcess
 from bench.peer_engines.figures import Figures, WrongLengths, figures_of, median_figures
 from bench.peer_engines.records import Record
 from bench.peer_engines.roster import LIMITS, OURS, Engine
+from bench.peer_engines.turns import processor_seconds
 from bench.peer_engines.workload import Load, load
 
 LOAD_S = 400.0  # of one load, at most
@@ -37,6 +38,8 @@ class Plan:
     cores: tuple[int, ...]
     settings: Mapping[str, object]  # of ours
     all_new: bool = False  # no engine stays from one round to the next
+    look_s: float = 0.5  # before each turn, for what else the machine does
+    limits: Engine = LIMITS
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Entrant:
     process: EngineProcess | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     rounds: list[dict[str, Figures]] = field(default_factory=list)  # by work
-    cores: list[dict[str, float]] = field(default_factory=list)  # busy and stolen, while its load ran
+    cores: list[dict[str, float]] = field(default_factory=list)  # busy and stolen while its load ran, and busy before
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)  # of the first round, by work
     start_s: list[float] = field(default_factory=list)
     out: str = ""  # why it is
@@ -129,6 +132,7 @@ class Bench:
         began_s = time.monotonic()
         process = self._started(entrant)
         ready_s = time.monotonic() - began_s
+        before = _cores_busy(self._plan.look_s)
         figures: dict[str, Figures] = {}
         busy, stolen = [], []
         for work in self._plan.works:
@@ -145,7 +149,7 @@ class Bench:
                     entrant.tokens[work] = [record.tokens for record in records]
             figures[work] = median_figures(runs)
         entrant.rounds.append(figures)
-        entrant.cores.append({"busy": fmean(busy), "stolen": fmean(stolen)})
+        entrant.cores.append({"busy": fmean(busy), "stolen": fmean(stolen), "before": before})
         took_s = time.monotonic() - began_s
         told = ", ".join(f"{work} {next(iter(found.values())):.4g}" for work, found in figures.items())
         self._tell(f"round {number}: {entrant.key}: {told} ({took_s:.0f} s, {ready_s:.0f} of them to be ready)")
@@ -172,8 +176,8 @@ class Bench:
     def _measure_limits(self) -> Mapping[str, Any]:
         plan = self._plan
         if self._limits is None:
-            environment = LIMITS.asked(plan.home, plan.dtypes[0], plan.cores, {})
-            self._limits = EngineProcess(LIMITS.command(plan.home), environment, self._logs / "limits.log")
+            environment = plan.limits.asked(plan.home, plan.dtypes[0], plan.cores, {})
+            self._limits = EngineProcess(plan.limits.command(plan.home), environment, self._logs / "limits.log")
         return self._limits.ask({"dtypes": plan.dtypes}, LOAD_S)
 
     def _leave(self, entrant: Entrant, why: str) -> None:
@@ -187,6 +191,15 @@ class Bench:
             with suppress(EngineFailed):
                 entrant.process.close()
             entrant.process = None
+
+
+def _cores_busy(seconds: float) -> float:
+    """By whatever runs while this sleeps. No engine has anything to do then."""
+    if not seconds:
+        return 0.0
+    before, _ = processor_seconds()
+    time.sleep(seconds)
+    return (processor_seconds()[0] - before) / seconds
 
 
 def _head(asked: Load) -> Load:

