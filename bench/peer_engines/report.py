@@ -1,7 +1,7 @@
 """What was measured, as Markdown tables and as a value for a JSON file. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.peer_engines.figures import MEASURES, Spread, speed_ratios, spread, spreads
@@ -39,58 +39,66 @@ class Share:
     """How near to the machine's limit ours comes."""
 
     engine: str
-    dtype: str
     decode_limit: float  # tokens/s
     decode_share: Spread
     prefill_limit: float
     prefill_share: Spread
 
 
-def shares(measured: Measured, demand: Demand) -> list[Share]:
-    """Ours ÷ the limit measured in the same round."""
-    found = []
-    for entrant in measured.entrants:
-        if entrant.engine.name not in (OURS, OURS_SERVED) or not entrant.rounds:
-            continue
-        rounds, dtype = entrant.rounds, entrant.dtype
-        if not {"W2", "W3"} <= rounds[0].keys():
-            continue
-        decode = [limit["read_bytes_per_s"] / demand.decode_bytes(dtype) for limit in measured.limits]
-        per_token = demand.prefill_operations(W3_TOKENS) / W3_TOKENS
-        prefill = [limit["operations_per_s"][dtype] / per_token for limit in measured.limits]
-        found.append(
-            Share(
-                entrant.engine.name,
-                dtype,
-                spread(decode).median,
-                spread([one["W2"]["decode"] / most for one, most in zip(rounds, decode, strict=True)]),
-                spread(prefill).median,
-                spread([one["W3"]["prefill"] / most for one, most in zip(rounds, prefill, strict=True)]),
-            )
+@dataclass(frozen=True)
+class Part:
+    """All of one dtype."""
+
+    measured: Measured
+    shares: Sequence[Share]
+    agreements: Sequence[Agreement]
+
+    @property
+    def there(self) -> list[Entrant]:
+        return [entrant for entrant in self.measured.entrants if entrant.rounds]
+
+    @property
+    def ours(self) -> list[Entrant]:
+        return [entrant for entrant in self.there if entrant.engine.name in (OURS, OURS_SERVED)]
+
+
+def part_of(measured: Measured, demand: Demand, agreements: Sequence[Agreement]) -> Part:
+    """With ours' shares of the limits that were measured in the same rounds."""
+    decode = [limit["read_bytes_per_s"] / demand.decode_bytes(measured.dtype) for limit in measured.limits]
+    per_token = demand.prefill_operations(W3_TOKENS) / W3_TOKENS
+    prefill = [limit["operations_per_s"] / per_token for limit in measured.limits]
+    bare = Part(measured, (), agreements)
+    found = [
+        Share(
+            own.engine.title,
+            spread(decode).median,
+            spread([one["W2"]["decode"] / most for one, most in zip(own.rounds, decode, strict=True)]),
+            spread(prefill).median,
+            spread([one["W3"]["prefill"] / most for one, most in zip(own.rounds, prefill, strict=True)]),
         )
-    return found
+        for own in bare.ours
+        if {"W2", "W3"} <= own.rounds[0].keys()
+    ]
+    return replace(bare, shares=found)
 
 
-def markdown(
-    title: str, facts: Sequence[str], measured: Measured, limits: Sequence[Share], agreements: Sequence[Agreement]
-) -> str:
+def markdown(title: str, facts: Sequence[str], parts: Sequence[Part]) -> str:
     lines = [f"# {title}", "", *facts, ""]
-    for dtype in dict.fromkeys(entrant.dtype for entrant in measured.entrants):
-        there = [entrant for entrant in measured.entrants if entrant.dtype == dtype and entrant.rounds]
-        lines += [f"## {dtype}", "", *_figures(there), ""]
-        for name in (OURS, OURS_SERVED):
-            own = next((entrant for entrant in there if entrant.engine.name == name), None)
-            if own is not None and len(there) > 1:
-                lines += [f"{own.engine.title}, times as fast as:", "", *_ratios(own, there), ""]
-        own_limits = [share for share in limits if share.dtype == dtype]
-        if own_limits:
-            lines += [*_limits(own_limits), ""]
-    if agreements:
-        lines += ["## Tokens, float32, greedy", "", *_agreements(agreements), ""]
-    lines += ["## Versions and settings", "", *_settings(measured.entrants), ""]
-    if gone := [entrant for entrant in measured.entrants if entrant.out]:
-        lines += ["## Not measured", "", *(f"- {entrant.key}: {entrant.out}" for entrant in gone), ""]
-    return "\n".join(lines)
+    for part in parts:
+        rounds = len(part.measured.limits)
+        lines += [f"## {part.measured.dtype}, {rounds} round{'s' if rounds > 1 else ''}", ""]
+        lines += [*_figures(part.there), ""]
+        for own in part.ours:
+            if len(part.there) > 1:
+                lines += [f"{own.engine.title}, times as fast as:", "", *_ratios(own, part.there), ""]
+        if part.shares:
+            lines += [*map(_share, part.shares), ""]
+        if part.agreements:
+            lines += ["Tokens of ours in process beside the others':", "", *_agreements(part.agreements), ""]
+        if gone := [entrant for entrant in part.measured.entrants if entrant.out]:
+            lines += ["Not measured:", "", *(f"- {one.engine.title}: {one.out}" for one in gone), ""]
+    settings = [line for part in parts for line in _settings(part)]
+    return "\n".join([*lines, "## Versions and settings", "", *settings, ""])
 
 
 def _figures(entrants: Sequence[Entrant]) -> Iterator[str]:
@@ -117,21 +125,12 @@ def _cells(found: Mapping[tuple[str, str], Spread], digits: int | None = None) -
         yield ", ".join(told) or "–"
 
 
-def _limits(limits: Sequence[Share]) -> Iterator[str]:
-    for share in limits:
-        yield (
-            f"- {share.engine}: W2 at {share.decode_share.told(2)} of the {share.decode_limit:.0f} tok/s at which the "
-            f"weights can be read; W3 at {share.prefill_share.told(2)} of the {share.prefill_limit:.0f} tok/s at which "
-            f"large matrices are multiplied"
-        )
-
-
-def _settings(entrants: Sequence[Entrant]) -> Iterator[str]:
-    for entrant in entrants:
-        if entrant.rounds:
-            versions = ", ".join(f"{name} {said}" for name, said in entrant.facts.items() if isinstance(said, str))
-            settings = ", ".join(f"{name} {said}" for name, said in entrant.facts.get("settings", {}).items())
-            yield f"- {entrant.key}: {versions}; {settings}"
+def _share(share: Share) -> str:
+    return (
+        f"- {share.engine}: W2 at {share.decode_share.told(2)} of the {share.decode_limit:.0f} tok/s at which the "
+        f"weights can be read; W3 at {share.prefill_share.told(2)} of the {share.prefill_limit:.0f} tok/s at which large "
+        "matrices are multiplied"
+    )
 
 
 def _agreements(agreements: Sequence[Agreement]) -> Iterator[str]:
@@ -143,21 +142,22 @@ def _agreements(agreements: Sequence[Agreement]) -> Iterator[str]:
         yield f"| {one.peer} | {one.equal} of {one.requests} | {first} | {lead} |"
 
 
-def as_value(
-    facts: Mapping[str, Any], measured: Measured, limits: Sequence[Share], agreements: Sequence[Agreement]
-) -> dict[str, Any]:
+def _settings(part: Part) -> Iterator[str]:
+    for entrant in part.there:
+        versions = ", ".join(f"{name} {said}" for name, said in entrant.facts.items() if isinstance(said, str))
+        settings = ", ".join(f"{name} {said}" for name, said in entrant.facts.get("settings", {}).items())
+        yield f"- {entrant.engine.title}, {part.measured.dtype}: {versions}; {settings}"
+
+
+def as_value(facts: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
     """For a JSON file: every round's figures, their spreads, and ratios."""
-    ratios: dict[str, dict[str, dict[str, Any]]] = {}
-    for own in measured.entrants:
-        if own.engine.name in (OURS, OURS_SERVED) and own.rounds:
-            for peer in measured.entrants:
-                if peer is not own and peer.dtype == own.dtype and peer.rounds:
-                    found = speed_ratios(own.rounds, peer.rounds)
-                    ratios.setdefault(own.key, {})[peer.key] = _named(found)
+    return {**facts, "dtypes": {part.measured.dtype: _part_value(part) for part in parts}}
+
+
+def _part_value(part: Part) -> dict[str, Any]:
     return {
-        **facts,
         "engines": {
-            entrant.key: {
+            entrant.engine.name: {
                 "title": entrant.engine.title,
                 "out": entrant.out,
                 "facts": entrant.facts,
@@ -166,11 +166,19 @@ def as_value(
                 "cores": entrant.cores,
                 "spreads": _named(spreads(entrant.rounds)) if entrant.rounds else {},
             }
-            for entrant in measured.entrants
+            for entrant in part.measured.entrants
         },
-        "times_as_fast": ratios,
-        "limits": {"rounds": list(measured.limits), "shares": [asdict(share) for share in limits]},
-        "tokens": [asdict(one) for one in agreements],
+        "times_as_fast": {
+            own.engine.name: {
+                peer.engine.name: _named(speed_ratios(own.rounds, peer.rounds))
+                for peer in part.there
+                if peer is not own
+            }
+            for own in part.ours
+        },
+        "limits": list(part.measured.limits),
+        "shares": [asdict(share) for share in part.shares],
+        "tokens": [asdict(one) for one in part.agreements],
     }
 
 

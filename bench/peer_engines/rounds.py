@@ -27,10 +27,10 @@ WARM_UP_REQUESTS = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure."""
+    """What to measure at one dtype."""
 
     engines: tuple[Engine, ...]
-    dtypes: tuple[str, ...]
+    dtype: str
     works: tuple[str, ...]
     rounds: int
     minutes: float  # no round begins that would end beyond
@@ -44,10 +44,9 @@ class Plan:
 
 @dataclass
 class Entrant:
-    """An engine at one dtype, and what it did."""
+    """An engine and what it did."""
 
     engine: Engine
-    dtype: str
     process: EngineProcess | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     rounds: list[dict[str, Figures]] = field(default_factory=list)  # by work
@@ -56,19 +55,18 @@ class Entrant:
     start_s: list[float] = field(default_factory=list)
     out: str = ""  # why it is
 
-    @property
-    def key(self) -> str:
-        return f"{self.engine.name} {self.dtype}"
-
 
 @dataclass
 class Measured:
+    """At one dtype."""
+
+    dtype: str
     entrants: list[Entrant]
     limits: list[Mapping[str, Any]] = field(default_factory=list)  # per round
-    leads: dict[tuple[int, ...], float] = field(default_factory=dict)
 
-    def of(self, name: str, dtype: str) -> Entrant | None:
-        return next((one for one in self.entrants if (one.engine.name, one.dtype) == (name, dtype)), None)
+    def of(self, name: str) -> Entrant | None:
+        """The engine of that name, if it was measured."""
+        return next((one for one in self.entrants if one.engine.name == name and one.rounds), None)
 
 
 Tell = Callable[[str], None]
@@ -79,14 +77,16 @@ class Bench:
 
     def __init__(self, plan: Plan, logs: Path, tell: Tell) -> None:
         self._plan = plan
-        self._logs = logs
+        self._logs = logs  # emptied of what an earlier run left
         self._tell = tell
         self._limits: EngineProcess | None = None
-        self.measured = Measured(
-            [Entrant(engine, dtype) for dtype in plan.dtypes for engine in plan.engines if dtype in engine.dtypes]
-        )
+        there = [Entrant(engine) for engine in plan.engines if plan.dtype in engine.dtypes]
+        self.measured = Measured(plan.dtype, there)
 
     def __enter__(self) -> "Bench":
+        self._logs.mkdir(parents=True, exist_ok=True)
+        for entrant in self.measured.entrants:
+            self._log(entrant).unlink(missing_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,9 +111,9 @@ class Bench:
                 break
         return self.measured
 
-    def lead(self, dtype: str, contexts: Sequence[Sequence[int]]) -> list[float]:
+    def leads(self, contexts: Sequence[Sequence[int]]) -> list[float]:
         """Ours asked by how much its likeliest token after each of these leads the second."""
-        entrant = self.measured.of(OURS, dtype)
+        entrant = self.measured.of(OURS)
         if entrant is None or entrant.process is None:
             return []
         return list(entrant.process.ask({"contexts": contexts}, LOAD_S)["leads"])
@@ -139,7 +139,7 @@ class Bench:
             runs: list[Figures] = []
             work_s = time.monotonic()
             while not runs or (len(runs) < MOST_RUNS and time.monotonic() - work_s < SHORT_S):
-                asked = load(work, f"round {number}, run {len(runs)}")
+                asked = load(work, f"round {number}, run {len(runs)}") if number > 1 or runs else first_load(work)
                 answer = process.ask(asdict(asked), LOAD_S)
                 records = [Record(**record) for record in answer["records"]]
                 runs.append(figures_of(work, asked, records))
@@ -152,7 +152,7 @@ class Bench:
         entrant.cores.append({"busy": fmean(busy), "stolen": fmean(stolen), "before": before})
         took_s = time.monotonic() - began_s
         told = ", ".join(f"{work} {next(iter(found.values())):.4g}" for work, found in figures.items())
-        self._tell(f"round {number}: {entrant.key}: {told} ({took_s:.0f} s, {ready_s:.0f} of them to be ready)")
+        self._tell(f"round {number}: {self._name(entrant)}: {told} ({took_s:.0f} s, {ready_s:.0f} of them to be ready)")
         if self._plan.all_new or not entrant.engine.stays:
             self._end(entrant)
 
@@ -164,8 +164,8 @@ class Bench:
         settings = plan.settings if engine.name.startswith(OURS) else {}
         entrant.process = EngineProcess(
             engine.command(plan.home),
-            engine.asked(plan.home, entrant.dtype, plan.cores, settings),
-            self._logs / f"{entrant.key.replace(' ', '-')}.log",
+            engine.asked(plan.home, plan.dtype, plan.cores, settings),
+            self._log(entrant),
         )
         entrant.start_s.append(time.monotonic() - began_s)
         entrant.facts = entrant.process.facts
@@ -173,15 +173,21 @@ class Bench:
             entrant.process.ask(asdict(_head(load(work, f"warm-up {len(entrant.start_s)}"))), LOAD_S)
         return entrant.process
 
+    def _name(self, entrant: Entrant) -> str:
+        return f"{entrant.engine.name} {self._plan.dtype}"
+
+    def _log(self, entrant: Entrant) -> Path:
+        return self._logs / f"{entrant.engine.name}-{self._plan.dtype}.log"
+
     def _measure_limits(self) -> Mapping[str, Any]:
         plan = self._plan
         if self._limits is None:
-            environment = plan.limits.asked(plan.home, plan.dtypes[0], plan.cores, {})
+            environment = plan.limits.asked(plan.home, plan.dtype, plan.cores, {})
             self._limits = EngineProcess(plan.limits.command(plan.home), environment, self._logs / "limits.log")
-        return self._limits.ask({"dtypes": plan.dtypes}, LOAD_S)
+        return self._limits.ask({}, LOAD_S)
 
     def _leave(self, entrant: Entrant, why: str) -> None:
-        self._tell(f"{entrant.key} is out: {why}")
+        self._tell(f"{self._name(entrant)} is out: {why}")
         entrant.out = why
         entrant.rounds.clear()
         self._end(entrant)
@@ -191,6 +197,11 @@ class Bench:
             with suppress(EngineFailed):
                 entrant.process.close()
             entrant.process = None
+
+
+def first_load(work: str) -> Load:
+    """Of the first round: its tokens are kept."""
+    return load(work, "round 1, run 0")
 
 
 def _cores_busy(seconds: float) -> float:

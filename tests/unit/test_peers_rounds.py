@@ -11,7 +11,7 @@ import pytest
 
 from bench.peer_engines.engine_process import EngineFailed, EngineProcess
 from bench.peer_engines.limits import Demand
-from bench.peer_engines.report import as_value, markdown, shares
+from bench.peer_engines.report import Agreement, as_value, markdown, part_of
 from bench.peer_engines.roster import DTYPES, ENGINES, OURS, SETS, Engine, chosen
 from bench.peer_engines.rounds import WARM_UP, Bench, Entrant, Measured, Plan
 from bench.peer_engines.workload import WORKS
@@ -40,7 +40,7 @@ def engine(name: str, stays: bool = True, **script: object) -> ScriptedEngine:
 def measured(tmp_path: Path, *engines: Engine, rounds: int = 2, minutes: float = 5) -> tuple[Measured, list[str]]:
     plan = Plan(
         engines=engines,
-        dtypes=("bfloat16",),
+        dtype="bfloat16",
         works=("W2", "W4p"),
         rounds=rounds,
         minutes=minutes,
@@ -124,23 +124,24 @@ def test_an_engine_that_is_silent_fails_after_its_time(tmp_path: Path) -> None:
 
 
 def entrant(name: str, decode: float, prefill: float) -> Entrant:
-    one = Entrant(engine(name), "bfloat16")
+    one = Entrant(engine(name))
     one.rounds = [{"W2": {"decode": decode}, "W3": {"prefill": prefill}}]
     one.cores = [{"busy": 2.0, "stolen": 0.0, "before": 0.0}]
     return one
 
 
 def test_tables_hold_figures_ratios_and_shares_of_the_limits() -> None:
-    limit = {"read_bytes_per_s": 200 * 80.0, "operations_per_s": {"bfloat16": DEMAND.prefill_operations(1024) * 1.0}}
-    both = Measured([entrant(OURS, 40.0, 512.0), entrant("peer", 20.0, 1024.0)], [limit])
-    found = shares(both, DEMAND)
-    text = markdown("Title", ["facts"], both, found, [])
+    limit = {"read_bytes_per_s": 200 * 80.0, "operations_per_s": DEMAND.prefill_operations(1024) * 1.0}
+    both = Measured("bfloat16", [entrant(OURS, 40.0, 512.0), entrant("peer", 20.0, 1024.0)], [limit])
+    part = part_of(both, DEMAND, [Agreement("peer", 8, 7, 3, 0.001)])
+    text = markdown("Title", ["facts"], [part])
     assert "| the engine peer | – | – | – | 20.0 | 1024 | – | – | 2.00 |" in text
     assert "| the engine peer | – | – | – | 2.00 | 0.50 | – | – |" in text
     assert "W2 at 0.50 of the 80 tok/s" in text
     assert "W3 at 0.50 of the 1024 tok/s" in text
-    value = as_value({}, both, found, [])
-    assert value["times_as_fast"]["microtome bfloat16"]["peer bfloat16"]["W2 decode"]["median"] == 2.0
+    assert "| peer | 7 of 8 | 3 | 1.0e-03 |" in text
+    value = as_value({}, [part])["dtypes"]["bfloat16"]
+    assert value["times_as_fast"]["microtome"]["peer"]["W2 decode"]["median"] == 2.0
     json.dumps(value)
 
 
