@@ -125,8 +125,8 @@ def main() -> int:
     busy = max((cores["before"] for one in entrants for cores in one.cores), default=0.0)
     facts = [
         f"`{command}`, {date}: medians over rounds (least–most). SmolLM2-135M-Instruct, {THREADS} threads, greedy, "
-        f"exact lengths; the works are in `bench/peer_engines/workload.py`. Machine: {about['cpu']}, {about['cores']} cores, "
-        f"{', '.join(about['features'])}, {about['memory_gib']} GiB, {about['system']}; other processes kept at most "
+        f"exact lengths; the works are in `bench/peer_engines/workload.py`. Machine: {about['cpu']}, "
+        f"{about['cores']} cores, {', '.join(about['features'])}, {about['memory_gib']} GiB, {about['system']}; other processes kept at most "
         f"{busy:.2f} cores busy before a turn. A ratio above 1 means that ours is faster: rates are divided ours ÷ "
         "peer, times peer ÷ ours, round by round.",
     ]

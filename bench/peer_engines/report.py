@@ -128,8 +128,8 @@ def _cells(found: Mapping[tuple[str, str], Spread], digits: int | None = None) -
 def _share(share: Share) -> str:
     return (
         f"- {share.engine}: W2 at {share.decode_share.told(2)} of the {share.decode_limit:.0f} tok/s at which the "
-        f"weights can be read; W3 at {share.prefill_share.told(2)} of the {share.prefill_limit:.0f} tok/s at which large "
-        "matrices are multiplied"
+        f"weights can be read; W3 at {share.prefill_share.told(2)} of the {share.prefill_limit:.0f} tok/s at which "
+        "large matrices are multiplied"
     )
 
 
