@@ -67,7 +67,8 @@ bench-peers: $(STAMP) ## install other engines (13 GB, 12 minutes, once) and mea
 	@PYTHON=$(PYTHON) bash bench/peer_engines/install.sh
 	@for set in $(PEERS); do $(BIN)/python -m bench.peers $$set $(PEERS_ARGS); done
 
-soak: $(STAMP) ## the tests that take minutes
+soak: $(STAMP) ## ten minutes of kills under load, and the tests that take minutes
+	@$(BIN)/python -m tests.integration.soak --minutes 10
 	@$(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
 	@$(BIN)/python -m tests.simulation.soak --seeds 10000
 

@@ -194,6 +194,14 @@ _LINK_BROKEN = (  # how gRPC's own remarks on a lost connection begin
 )
 
 
+def is_broken_link(failure: RpcFailure) -> bool:
+    """Whether the call had reached a service, and lost it: not when nobody answered, nor when the service said so."""
+    details = (failure.details() or "").strip().lower()
+    if details.startswith("stream removed ("):
+        details = details.removeprefix("stream removed (")
+    return failure.code() is grpc.StatusCode.UNAVAILABLE and details.startswith(_LINK_BROKEN)
+
+
 def _retry_after_ms(failure: RpcFailure) -> int | None:
     metadata: Sequence[tuple[str, str | bytes]] = tuple(failure.trailing_metadata() or ())
     for key, value in metadata:

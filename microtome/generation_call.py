@@ -12,7 +12,7 @@ import uuid
 import grpc
 
 from microtome.answers import FinishReason, Update, update_of
-from microtome.call import Call, RpcFailure
+from microtome.call import Call, RpcFailure, is_broken_link
 from microtome.errors import ServiceFailed, Unavailable
 from microtome.retry import Retry
 from microtome.v1 import generation_pb2 as pb
@@ -30,6 +30,7 @@ class GenerationCall(Call):
         self._tokens: list[int] = []  # of this call
         self._seed = 0  # the one in force, once a message has come
         self._resuming = isinstance(request, pb.ResumeRequest)
+        self._reached = False  # a service had the call, and was lost before its first message
         self._lost: Unavailable | None = None  # what broke the stream we are to go on with
         self.finished = False  # the message with the finish reason has come
         self._minted = not request.generation_id
@@ -80,6 +81,7 @@ class GenerationCall(Call):
         if self._lost is not None and code is grpc.StatusCode.ALREADY_EXISTS and not self._resuming:
             self._resuming = True  # an attempt that seemed lost had arrived
             return 0.0
+        self._reached = self._reached or is_broken_link(failure)
         wait_s = self._wait_s(self._attempts)
         if not isinstance(error, Unavailable):
             raise error
@@ -108,8 +110,10 @@ class GenerationCall(Call):
     def _attempts(self) -> int:
         if self._resuming:
             return self._retry.resume_attempts
-        # What seemed lost may have arrived, and has left its prompt in the session's history: never there twice.
-        return 1 if self._in_session else self._retry.attempts
+        if self._in_session:
+            return 1  # what seemed lost may have arrived, and has left its prompt in the history: never there twice
+        # It waited there, or its prompt was read: that its service restarts meanwhile is no reason to give up sooner.
+        return self._retry.resume_attempts if self._reached else self._retry.attempts
 
     @property
     def _in_session(self) -> bool:

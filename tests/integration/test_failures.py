@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 import ray
 
+import microtome
 from microtome.actors import ray_private
 from microtome.v1 import generation_pb2 as pb
 from tests.support.calls import (
@@ -197,3 +198,40 @@ async def test_full_queue_refuses_with_a_time_to_try_again(service_name: str) ->
         for call in running:
             call.cancel()
         await until_idle(stub)
+
+
+async def test_driver_killed_while_calls_wait_or_read_their_prompts_is_not_noticed_by_python_clients(
+    service_name: str,
+) -> None:
+    """Of those the workers hold nothing that could be gone on with: the clients ask again, by themselves, once."""
+    endpoint = up(service_name, "fake:step_ms=20", workers__count=1, runtime__max_sequences=2, runtime__kv_tokens=4096)
+    asked = [([n + 1] * 8, 60) for n in range(6)]  # two run, the others wait
+    long = [99] * 2000  # it waits too, and is read in several steps
+
+    def in_thread(client: microtome.Client, prompt: list[int], tokens: int) -> list[int]:
+        return list(client.complete(token_ids=prompt, max_new_tokens=tokens).token_ids)
+
+    async with microtome.AsyncClient(endpoint.address) as client, stub_of(endpoint) as stub:
+        with microtome.Client(endpoint.address) as blocking:
+            running = [asyncio.create_task(asyncio.to_thread(in_thread, blocking, *one)) for one in asked[:3]]
+            running += [asyncio.create_task(complete(client, *one)) for one in asked[3:]]
+            running.append(asyncio.create_task(complete(client, long, 20)))
+            waits = stub.Generate(request([5], max_new_tokens=5, generation_id="waits"))
+            await status_when(stub, lambda status: (status.running, status.waiting) == (2, 6))
+            os.kill(ray.get(ray.get_actor(service_name, namespace=service_name).pid.remote()), signal.SIGKILL)
+            assert await read_until_broken(waits, []) is grpc.StatusCode.UNAVAILABLE
+            for (prompt, tokens), task in zip([*asked, (long, 20)], running, strict=True):
+                assert await task == undisturbed(prompt, tokens)
+    async with stub_of(endpoint) as stub:
+        # A caller without a client library is told that it is not known, and may ask again under the same id.
+        again = stub.Resume(pb.ResumeRequest(generation_id="waits"))
+        assert await read_until_broken(again, []) is grpc.StatusCode.NOT_FOUND
+        answer = await collect(stub, request([5], max_new_tokens=5, generation_id="waits"))
+        assert tokens_of(answer) == undisturbed([5], 5)
+        status = await until_idle(stub)
+    # All eight once at the most by this driver, and what it has found of the two that ran.
+    assert status.counters.generations_started <= len(asked) + 2 + 2
+
+
+async def complete(client: microtome.AsyncClient, prompt: list[int], tokens: int) -> list[int]:
+    return list((await client.complete(token_ids=prompt, max_new_tokens=tokens)).token_ids)

@@ -34,16 +34,14 @@ class Growth:
             return  # killed meanwhile
         self._looks[who, pid].append(look)
 
-    def flat(self, at_least_s: float) -> list[str]:
+    def flat(self, at_least_s: float, *, memory: bool = True) -> list[str]:
         """What grew, in words, of those that lived so long. Raises when nobody did."""
-        judged = {who: looks for who, looks in self._looks.items() if looks[-1].at_s - looks[0].at_s >= at_least_s}
-        if not judged:
-            raise AssertionError(f"no process lived for {at_least_s:g} s")
+        judged = self._lived(at_least_s)
         complaints: list[str] = []
         for (who, pid), looks in judged.items():
             kept = looks[int(len(looks) * WARM_UP) :]
             slope = slope_per_minute(kept)
-            if slope > MOST_MIB_PER_MINUTE:
+            if memory and slope > MOST_MIB_PER_MINUTE:
                 complaints.append(f"{who} ({pid}) grows by {slope:.1f} MiB a minute")
             if kept[-1].descriptors > kept[0].descriptors + MOST_MORE_DESCRIPTORS:
                 complaints.append(
@@ -52,6 +50,29 @@ class Growth:
             if kept[-1].threads > kept[0].threads + MOST_MORE_THREADS:
                 complaints.append(f"{who} ({pid}) went from {kept[0].threads} to {kept[-1].threads} threads")
         return complaints
+
+    def figures(self, at_least_s: float) -> list[dict[str, object]]:
+        """Of those that lived so long, behind their warm-up."""
+        figures: list[dict[str, object]] = []
+        for (who, _), looks in self._lived(at_least_s).items():
+            kept = looks[int(len(looks) * WARM_UP) :]
+            figures.append(
+                {
+                    "process": who,
+                    "seconds": round(kept[-1].at_s - kept[0].at_s),
+                    "rss_mib": [round(kept[0].rss_mib), round(kept[-1].rss_mib)],
+                    "rss_mib_per_minute": round(slope_per_minute(kept), 2),
+                    "descriptors": [kept[0].descriptors, kept[-1].descriptors],
+                    "threads": [kept[0].threads, kept[-1].threads],
+                }
+            )
+        return figures
+
+    def _lived(self, at_least_s: float) -> dict[tuple[str, int], list[Look]]:
+        lived = {who: looks for who, looks in self._looks.items() if looks[-1].at_s - looks[0].at_s >= at_least_s}
+        if not lived:
+            raise AssertionError(f"no process lived for {at_least_s:g} s")
+        return lived
 
     def __str__(self) -> str:
         lines: list[str] = []

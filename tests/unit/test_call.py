@@ -141,6 +141,30 @@ def test_a_generation_counts_its_failures_anew_after_each_message() -> None:
         call.failed(lost)
 
 
+def test_a_call_that_a_service_had_is_given_as_long_as_a_stream_to_come_back() -> None:
+    """It waited in line there, and the service restarts: what a call that nobody has answered is given is too short."""
+    retry = Retry(attempts=2, resume_attempts=5)
+    refused = Failure(Code.UNAVAILABLE, "failed to connect to all addresses; last error: Connection refused")
+
+    def attempts(request: pb.GenerateRequest, *failures: Failure) -> int:
+        call = GenerationCall(request, ADDRESS, retry, None)
+        for number, failure in enumerate(failures, start=1):
+            try:
+                call.failed(failure)
+            except errors.Unavailable:
+                return number
+            assert call.next_attempt()[0] == "Generate"
+        return len(failures) + 1
+
+    broken = Failure(Code.UNAVAILABLE, "Socket closed")
+    own = Failure(Code.UNAVAILABLE, "the model is gone")
+    assert attempts(pb.GenerateRequest(), *[refused] * 9) == 2
+    assert attempts(pb.GenerateRequest(), *[own] * 9) == 2
+    assert attempts(pb.GenerateRequest(), broken, *[refused] * 9) == 5
+    assert attempts(pb.GenerateRequest(), Failure(Code.UNAVAILABLE, "Stream removed (Socket closed)"), *[own] * 9) == 5
+    assert attempts(pb.GenerateRequest(session_id="1"), broken, *[refused] * 9) == 1, "a session's prompt may be there"
+
+
 def test_what_broke_the_stream_is_told_and_not_why_it_could_not_be_resumed() -> None:
     call = GenerationCall(pb.GenerateRequest(text="hi"), ADDRESS, Retry(resume_attempts=2), None)
     call.received(response("a", 1))
