@@ -16,6 +16,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def sentences(command: str, date: str, about: Mapping[str, Any], others_busy: float) -> list[str]:
+    """What a reader of the figures has to know."""
+    model = f"SmolLM2-135M-Instruct, {THREADS} threads, greedy, exact lengths"
+    where = f"{about['cpu']}, {about['cores']} cores, {', '.join(about['features'])}, {about['memory_gib']} GiB"
+    return [
+        f"`{command}`, {date}: medians over rounds (least–most). {model}; the works are in",
+        "`bench/peer_engines/workload.py`.",
+        f"Machine: {where}, {about['system']}, Python {about['python']};",
+        f"other processes kept at most {others_busy:.2f} cores busy before a turn.",
+        "A ratio above 1 means that ours is faster: rates are divided ours ÷ peer, times peer ÷ ours, round by round.",
+    ]
 
 
 def tell(line: str) -> None:
@@ -123,14 +137,7 @@ def main() -> int:
         parts.append(part_of(measured, demand, agreements))
     entrants = [entrant for part in parts for entrant in part.measured.entrants]
     busy = max((cores["before"] for one in entrants for cores in one.cores), default=0.0)
-    facts = [
-        f"`{command}`, {date}: medians over rounds (least–most). SmolLM2-135M-Instruct, {THREADS} threads, greedy, "
-        f"exact lengths; the works are in `bench/peer_engines/workload.py`. Machine: {about['cpu']}, "
-        f"{about['cores']} cores, {', '.join(about['features'])}, {about['memory_gib']} GiB, {about['system']}; other processes kept at most "
-        f"{busy:.2f} cores busy before a turn. A ratio above 1 means that ours is faster: rates are divided ours ÷ "
-        "peer, times peer ÷ ours, round by round.",
-    ]
-    text = markdown(TITLE, facts, parts)
+    text = markdown(TITLE, sentences(command, date, about, busy), parts)
     print(f"\n{text}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(text)
