@@ -6,11 +6,12 @@ from typing import NoReturn, Protocol
 import grpc.aio
 
 from microtome.actors.status import status_of
-from microtome.planner.errors import BadConfig, BatchingError
+from microtome.planner.errors import BadConfig, BadInput, BatchingError
 from microtome.planner.types import WorkerId
 from microtome.v1 import admin_pb2 as pb
 from microtome.v1 import admin_pb2_grpc as rpc
 
+LISTED, MOST_LISTED = 64, 256  # generations; the planner's time for a list grows with the square of it
 ADMIN = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
@@ -21,9 +22,12 @@ class Host(Protocol):
 
     async def update(self, settings: Mapping[str, str], surge: bool) -> int: ...
 
+    async def generations(self, limit: int) -> pb.ListGenerationsResponse: ...
+
 
 DrainContext = grpc.aio.ServicerContext[pb.DrainWorkerRequest, pb.DrainWorkerResponse]
 UpdateContext = grpc.aio.ServicerContext[pb.UpdateRequest, pb.UpdateResponse]
+ListContext = grpc.aio.ServicerContext[pb.ListGenerationsRequest, pb.ListGenerationsResponse]
 
 
 class Admin(rpc.AdminServicer):
@@ -48,8 +52,15 @@ class Admin(rpc.AdminServicer):
             await _abort(context, error)
         return pb.UpdateResponse(revision=revision)
 
+    async def ListGenerations(
+        self, request: pb.ListGenerationsRequest, context: ListContext
+    ) -> pb.ListGenerationsResponse:
+        if request.limit > MOST_LISTED:
+            await _abort(context, BadInput(f"limit {request.limit} is above {MOST_LISTED}"))
+        return await self._host.generations(request.limit or LISTED)
 
-async def _abort(context: DrainContext | UpdateContext, error: BatchingError) -> NoReturn:
+
+async def _abort(context: DrainContext | UpdateContext | ListContext, error: BatchingError) -> NoReturn:
     status = status_of(error)
     await context.abort(status.code, status.details, status.trailing)
     raise AssertionError("abort has raised")

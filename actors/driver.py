@@ -35,6 +35,7 @@ from microtome.actors.requests import ServedModel
 from microtome.actors.revisions import Revisions, RevisionStore
 from microtome.actors.stages import Stage
 from microtome.actors.text import ModelText, load_model_text
+from microtome.actors.whereabouts import listed
 from microtome.planner.control import Control
 from microtome.planner.errors import BadConfig, BatchingError, UnknownId, WorkerLost, WrongState
 from microtome.planner.events import (
@@ -63,7 +64,9 @@ from microtome.planner.events import (
 )
 from microtome.planner.replay import described
 from microtome.planner.sessions import LAST_LIFE
-from microtome.planner.types import Capability, WorkerId
+from microtome.planner.status import Whereabouts
+from microtome.planner.types import Capability, GenerationId, WorkerId
+from microtome.v1 import admin_pb2
 from microtome.v1 import admin_pb2_grpc as admin_rpc
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
@@ -214,6 +217,20 @@ class DriverHost:
 
     async def settled(self) -> None:
         await self._settled.wait()
+
+    async def where(self, generations: Sequence[GenerationId]) -> dict[GenerationId, Whereabouts]:
+        await self._quiet.wait()
+        found = ((name, self._control.where(name)) for name in generations)
+        return {name: whereabouts for name, whereabouts in found if whereabouts is not None}
+
+    async def generations(self, limit: int) -> admin_pb2.ListGenerationsResponse:
+        """Those that have not ended, `limit` at most: in line, in their order, then the others."""
+        await self._quiet.wait()
+        found, status, now = self._control.listed(limit), self._control.status(), self.now_us()
+        return admin_pb2.ListGenerationsResponse(
+            generations=[listed(one, self.front_end.streams.stream(one.generation), now) for one in found],
+            total=status.running + status.waiting,
+        )
 
     async def drain(self, worker: WorkerId) -> None:
         """Take the worker out of service without hurting a stream; returns when its process is gone.

@@ -8,7 +8,7 @@ cancelled at once, unless its generation is resumable.
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
@@ -17,18 +17,22 @@ import grpc
 import grpc.aio
 
 from microtome.actors.requests import (
+    Completion,
     ServedModel,
+    check_label,
     check_numbers,
     check_prompt,
-    check_salt,
+    completions_of,
     finished_before,
     generation_options,
+    resume_offsets,
     session_of,
     text_prompt,
 )
 from microtome.actors.status import status_of
-from microtome.actors.streams import Listener, Stream, Streams
+from microtome.actors.streams import Call, Listener, Stream, Streams, call_of
 from microtome.actors.text import CONTEXT_TOKENS, ModelText, TextStream
+from microtome.actors.whereabouts import where_is
 from microtome.planner.errors import BadInput, BatchingError, UnknownId
 from microtome.planner.events import (
     Cancel,
@@ -44,7 +48,8 @@ from microtome.planner.events import (
     SessionEvent,
     Submit,
 )
-from microtome.planner.types import FinishReason, GenerationId, SessionId, Usage
+from microtome.planner.status import Whereabouts
+from microtome.planner.types import FinishReason, GenerationId, GenerationOptions, SessionId, Usage
 from microtome.v1 import generation_pb2 as pb
 from microtome.v1 import generation_pb2_grpc as rpc
 
@@ -69,6 +74,9 @@ class Host(Protocol):
         """
 
     def now_us(self) -> int: ...
+
+    async def where(self, generations: Sequence[GenerationId]) -> Mapping[GenerationId, Whereabouts]:
+        """Where they are once everything posted before has been handled; without those that have ended."""
 
     async def settled(self) -> None:
         """Waits, after a restart, until what an earlier driver left behind has been taken over."""
@@ -140,7 +148,7 @@ class FrontEnd(rpc.GenerationServicer):
 
     def deliver(self, deliveries: Sequence[Deliver]) -> None:
         """Hand tokens to their streams. Those of generations that nobody knows any more are dropped."""
-        known = [(stream, d) for d in deliveries if (stream := self.streams.find_running(d.generation)) is not None]
+        known = [(stream, d) for d in deliveries if (stream := self.streams.stream(d.generation)) is not None]
         if not known:
             return
         self._pass_on([(stream, shifted(d, stream) if stream.base else d) for stream, d in known])
@@ -160,17 +168,19 @@ class FrontEnd(rpc.GenerationServicer):
         """A generation of an earlier driver goes on. Whoever it was for has lost the stream, and may resume it."""
         now, before = self._host.now_us(), restored.options.delivered_before
         prompt_tokens = len(restored.prompt) - before
+        name, index, n = call_of(restored.generation)
+        call = self.streams.find(name) or Call(name, n, resumable=True)  # whether it was is not known any more
+        call.unclaimed_until_us = now + int(UNCLAIMED_S * 1e6)
         stream = Stream(
-            restored.generation,
+            call,
+            index,
             seed=restored.options.sampling.seed,
             prompt_tokens=prompt_tokens,
             context=restored.prompt[max(0, prompt_tokens - CONTEXT_TOKENS) : prompt_tokens],
-            resumable=True,  # whether it was is not known any more
             created_us=now,
             base=before,
         )
         stream.source = self._loading_of(restored.fingerprint)
-        stream.unclaimed_until_us = now + int(UNCLAIMED_S * 1e6)
         self.streams.add(stream)
         self._begin_with(stream, restored.prompt[prompt_tokens:])
 
@@ -182,10 +192,10 @@ class FrontEnd(rpc.GenerationServicer):
     def tick(self, now_us: int) -> None:
         """Forget what nobody will ask for, and cancel what nobody has resumed."""
         self.streams.prune(now_us)
-        for stream in self.streams:
-            if stream.unclaimed_until_us is not None and now_us >= stream.unclaimed_until_us and not stream.heard:
-                stream.unclaimed_until_us = None
-                self._cancel(stream)
+        for call in self.streams:
+            if call.unclaimed_until_us is not None and now_us >= call.unclaimed_until_us and not call.heard:
+                call.unclaimed_until_us = None
+                self._cancel(call)
 
     def _decode(self, deliveries: list[tuple[Stream, Deliver]], loop: asyncio.AbstractEventLoop) -> None:
         """On the text thread."""
@@ -217,31 +227,53 @@ class FrontEnd(rpc.GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: GenerateContext) -> None:
         try:
-            stream = await self._submit(request, context)
+            call = await self._submit(request, context)
         except BatchingError as error:
             await _abort(context, error)
-        await self._follow(stream, stream.listen(stream.base), context)
+        await self._follow(call, call.listen(), context)
 
     async def Resume(self, request: pb.ResumeRequest, context: GenerateContext) -> None:
         await self._host.settled()
         try:
-            stream = self.streams.find(request.generation_id)
-            if stream is None:
-                raise UnknownId(f"no generation {request.generation_id[:64]!r} is running or kept")
-            listener = stream.listen(request.offset)
+            call = self._known(request.generation_id)
+            listener = call.listen(resume_offsets(request))
         except BatchingError as error:
             await _abort(context, error)
-        await self._follow(stream, listener, context)
+        await self._follow(call, listener, context)
 
     async def Cancel(
         self, request: pb.CancelRequest, context: grpc.aio.ServicerContext[pb.CancelRequest, pb.CancelResponse]
     ) -> pb.CancelResponse:
         await self._host.settled()
-        stream = self.streams.find_running(request.generation_id)
-        if stream is None:
+        call = self.streams.find_running(request.generation_id)
+        if call is None:
             await _abort(context, UnknownId(f"no generation {request.generation_id[:64]!r} is running"))
-        self._cancel(stream)
+        self._cancel(call)
         return pb.CancelResponse()
+
+    async def Where(
+        self, request: pb.WhereRequest, context: grpc.aio.ServicerContext[pb.WhereRequest, pb.WhereResponse]
+    ) -> pb.WhereResponse:
+        await self._host.settled()
+        try:
+            call = self._known(request.generation_id)
+        except BatchingError as error:
+            await _abort(context, error)
+        found = await self._host.where([stream.generation for stream in call.streams.values()])
+        now = self._host.now_us()
+        return pb.WhereResponse(
+            generation_id=call.id,
+            completions=[
+                where_is(stream, found.get(stream.generation), now) for _, stream in sorted(call.streams.items())
+            ],
+        )
+
+    def _known(self, name: str) -> Call:
+        """Raises `UnknownId`."""
+        call = self.streams.find(name)
+        if call is None:
+            raise UnknownId(f"no generation {name[:64]!r} is running or kept")
+        return call
 
     async def GetModel(
         self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext[pb.GetModelRequest, pb.GetModelResponse]
@@ -266,10 +298,12 @@ class FrontEnd(rpc.GenerationServicer):
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: SessionContext) -> pb.Session:
         try:
-            check_salt(request.cache_salt)
+            check_label("tenant", request.tenant)
+            check_label("cache_salt", request.cache_salt)
         except BatchingError as error:
             await _abort(context, error)
-        question = OpenSession(at_us=self._host.now_us(), ticket=0, cache_salt=request.cache_salt)
+        now = self._host.now_us()
+        question = OpenSession(at_us=now, ticket=0, tenant=request.tenant, cache_salt=request.cache_salt)
         return await self._ask(question, context)
 
     async def CloneSession(self, request: pb.CloneSessionRequest, context: SessionContext) -> pb.Session:
@@ -306,48 +340,71 @@ class FrontEnd(rpc.GenerationServicer):
 
     # --- one generation ---
 
-    async def _submit(self, request: pb.GenerateRequest, context: GenerateContext) -> Stream:
+    async def _submit(self, request: pb.GenerateRequest, context: GenerateContext) -> Call:
         await self._host.settled()
         model = await self._host.model()
         check_numbers(request, model)
         session = session_of(request.session_id) if request.session_id else None
         prompt = await self._prompt(request, model)
-        generated = tuple(request.generated_token_ids)
         check_prompt(prompt, model)
-        generation = GenerationId(request.generation_id or secrets.token_hex(16))
-        if generation in self.streams:  # after the last wait: two calls cannot both pass
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"generation id {generation!r} is in use")
+        name = request.generation_id or secrets.token_hex(16)
+        if name in self.streams:  # after the last wait: two calls cannot both pass
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"generation id {name!r} is in use")
         seed = request.seed if request.HasField("seed") else secrets.randbits(SEED_BITS)
         now = self._host.now_us()
         remaining = context.time_remaining()
         deadline = None if remaining is None else now + int(remaining * 1e6)
-        options = generation_options(request, model, len(prompt), seed, deadline)
+        wanted = [
+            (one, generation_options(request, model, len(prompt), one.seed, deadline, len(one.generated)))
+            for one in completions_of(request, seed)
+        ]
+        call = Call(name, request.n or 1, resumable=request.resumable)
+        fresh: list[tuple[Stream, GenerationOptions]] = []  # they share the prompt
+        for one, options in wanted:
+            stream = self._begin(call, one, prompt, now, model)
+            if (finish := finished_before(options, one.generated)) is not None:
+                usage = Usage(prompt_tokens=len(prompt), output_tokens=0)
+                self.deliver([Deliver(generation=stream.generation, offset=0, finish=finish, usage=usage)])
+            elif one.generated:
+                self._host.post(
+                    Submit(
+                        at_us=now,
+                        generation=stream.generation,
+                        prompt=(*prompt, *one.generated),
+                        options=options,
+                        fingerprint=model.fingerprint,
+                    )
+                )
+            else:
+                fresh.append((stream, options))
+        if fresh:
+            (first, options), *others = fresh
+            self._host.post(
+                Submit(
+                    at_us=now,
+                    generation=first.generation,
+                    prompt=tuple(prompt),
+                    options=options,
+                    session=session,
+                    siblings=tuple((stream.generation, stream.seed) for stream, _ in others),
+                    fingerprint=model.fingerprint,
+                )
+            )
+        return call
+
+    def _begin(self, call: Call, one: Completion, prompt: Sequence[int], now_us: int, model: ServedModel) -> Stream:
         stream = Stream(
-            generation,
-            seed=seed,
+            call,
+            one.index,
+            seed=one.seed,
             prompt_tokens=len(prompt),
             context=tuple(prompt[-CONTEXT_TOKENS:]),
-            resumable=request.resumable,
-            created_us=now,
-            base=len(generated),
+            created_us=now_us,
+            base=len(one.generated),
         )
         stream.source = self._loading_of(model.fingerprint)
         self.streams.add(stream)
-        self._begin_with(stream, generated)
-        if (finish := finished_before(options, generated)) is not None:
-            usage = Usage(prompt_tokens=len(prompt), output_tokens=0)
-            self.deliver([Deliver(generation=generation, offset=0, finish=finish, usage=usage)])
-            return stream
-        self._host.post(
-            Submit(
-                at_us=now,
-                generation=generation,
-                prompt=(*prompt, *generated),
-                options=options,
-                session=session,
-                fingerprint=model.fingerprint,
-            )
-        )
+        self._begin_with(stream, one.generated)
         return stream
 
     async def _prompt(self, request: pb.GenerateRequest, model: ServedModel) -> Sequence[int]:
@@ -362,22 +419,25 @@ class FrontEnd(rpc.GenerationServicer):
             return await loop.run_in_executor(self._encoders, text.tokenizer.encode, prompt)
         return await loop.run_in_executor(self._encoders, text.tokenizer.encode_chat, prompt)
 
-    async def _follow(self, stream: Stream, listener: Listener, context: GenerateContext) -> None:
+    async def _follow(self, call: Call, listener: Listener, context: GenerateContext) -> None:
         try:
             while (message := await listener.next()) is not None:
                 await context.write(message)
-                if message.finish_reason:
+                if listener.done:
                     return
         except BatchingError as error:
             await _abort(context, error)
         finally:
             # Reached by every way out: the client hung up (this task is cancelled), or a write failed.
-            if listener.newest and not stream.ended and not stream.resumable:
-                self._cancel(stream)
+            if listener.newest and not call.ended and not call.resumable:
+                self._cancel(call)
         await context.abort(grpc.StatusCode.ABORTED, "a later call has taken the generation over")
 
-    def _cancel(self, stream: Stream) -> None:
-        self._host.post(Cancel(at_us=self._host.now_us(), generation=stream.generation))
+    def _cancel(self, call: Call) -> None:
+        now = self._host.now_us()
+        for stream in call.streams.values():
+            if not stream.ended:
+                self._host.post(Cancel(at_us=now, generation=stream.generation))
 
 
 def shifted(delivery: Deliver, stream: Stream) -> Deliver:

@@ -6,7 +6,7 @@ limit, raised before anything changes. Widths count tokens.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from microtome.actors.text import Message
@@ -16,10 +16,13 @@ from microtome.planner.types import FinishReason, GenerationOptions, SamplingPar
 from microtome.v1 import generation_pb2 as pb
 
 DEFAULT_NEW_TOKENS = 256
+MOST_COMPLETIONS = 128  # of one prompt
+MOST_STOP_TOKENS = 1024
 LONGEST_ID = 128  # characters of a caller's own generation id
-LONGEST_SALT = 128  # characters
+LONGEST_LABEL = 128  # characters of a salt, and of a tenant's name
 LONGEST_HANDLE = len(str(LAST_SESSION_ID))
 LONGEST_SHOWN = 40  # characters of a refused text value that a message repeats
+_SEEDS = 2**64
 _DECIMAL = re.compile(r"[1-9][0-9]*")
 
 
@@ -50,15 +53,68 @@ def check_numbers(request: pb.GenerateRequest, model: ServedModel) -> None:
         raise BadInput(f"top_p {request.top_p:g} is not above 0 and at most 1")
     if request.HasField("min_p") and not 0 <= request.min_p <= 1:
         raise BadInput(f"min_p {request.min_p:g} is not in 0 to 1")
+    if len(request.stop_token_ids) > MOST_STOP_TOKENS:
+        raise BadInput(f"{len(request.stop_token_ids)} stop token ids are given, and {MOST_STOP_TOKENS} is the limit")
     _check_ids("stop token", request.stop_token_ids, model)
-    _check_ids("generated token", request.generated_token_ids, model)
-    if request.generated_token_ids and request.temperature and not request.HasField("seed"):
-        raise BadInput("a sampled generation that goes on needs the seed that was in force")
+    if request.HasField("n") and not 1 <= request.n <= MOST_COMPLETIONS:
+        raise BadInput(f"n {request.n} is not in 1 to {MOST_COMPLETIONS}")
+    _check_begun(request, model)
+    _check_generated(request, request.generated_token_ids, request.HasField("seed"), model)
     if request.generated_token_ids and request.session_id:
         raise BadInput("generated_token_ids are given, and a session_id: the session has what was generated in it")
+    if request.HasField("ttft_target_ms") and request.ttft_target_ms < 1:
+        raise BadInput(f"ttft_target_ms {request.ttft_target_ms} is below 1")
+    for what, label in (("tenant", request.tenant), ("cache_salt", request.cache_salt)):
+        check_label(what, label)
+        if label and request.session_id:
+            raise BadInput(f"{what} {label!r} is given, and a session_id: the session has its own")
     name = request.generation_id
     if len(name) > LONGEST_ID or not name.isprintable():
         raise BadInput(f"generation id {name[:LONGEST_SHOWN]!r} is not at most {LONGEST_ID} printable characters")
+
+
+def _check_begun(request: pb.GenerateRequest, model: ServedModel) -> None:
+    n = request.n or 1
+    if request.generated_token_ids and (request.begun or n > 1):
+        raise BadInput(f"generated_token_ids are of 1 completion, and {n} are asked for: tell what is begun of each")
+    if request.begun and request.session_id:
+        raise BadInput("begun completions are given, and a session_id: the session has what was generated in it")
+    if len(request.begun) > n:
+        raise BadInput(f"{len(request.begun)} begun completions are given, and {n} are asked for")
+    seen: set[int] = set()
+    for begun in request.begun:
+        if begun.index >= n:
+            raise BadInput(f"begun completion {begun.index} is not below the {n} that are asked for")
+        if begun.index in seen:
+            raise BadInput(f"begun completion {begun.index} is given twice")
+        seen.add(begun.index)
+        _check_generated(request, begun.token_ids, begun.HasField("seed") or request.HasField("seed"), model)
+
+
+def _check_generated(request: pb.GenerateRequest, ids: Sequence[int], seeded: bool, model: ServedModel) -> None:
+    """What an earlier call has brought; its number first, since that many may come that looking at each takes long."""
+    if len(ids) >= model.context_tokens:
+        raise BadInput(
+            f"{len(ids)} generated tokens are given, and {model.context_tokens - 1} is the limit: the context holds "
+            f"{model.context_tokens}, the prompt among them"
+        )
+    _check_ids("generated token", ids, model)
+    if ids and request.temperature and not seeded:
+        raise BadInput("a sampled generation that goes on needs the seed that was in force")
+
+
+def resume_offsets(request: pb.ResumeRequest) -> dict[int, int] | int:
+    """Where to go on: by index of those completions that are wanted, or one offset for all. Raises `BadInput`."""
+    if not request.offsets:
+        return request.offset
+    if request.offset:
+        raise BadInput(f"offset {request.offset} is given, and offsets: each completion has its own")
+    offsets: dict[int, int] = {}
+    for place in request.offsets:
+        if place.index in offsets:
+            raise BadInput(f"the offset of completion {place.index} is given twice")
+        offsets[place.index] = place.offset
+    return offsets
 
 
 def session_of(handle: str) -> SessionId:
@@ -69,10 +125,44 @@ def session_of(handle: str) -> SessionId:
     return session
 
 
-def check_salt(salt: str) -> None:
+def check_label(what: str, label: str) -> None:
     """Raises `BadInput`."""
-    if len(salt) > LONGEST_SALT or not salt.isprintable():
-        raise BadInput(f"cache_salt {salt[:LONGEST_SHOWN]!r} is not at most {LONGEST_SALT} printable characters")
+    if len(label) > LONGEST_LABEL or not label.isprintable():
+        raise BadInput(f"{what} {label[:LONGEST_SHOWN]!r} is not at most {LONGEST_LABEL} printable characters")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One of those that a request asks for."""
+
+    index: int
+    seed: int
+    generated: tuple[int, ...]  # what an earlier call has brought of it
+
+
+def completions_of(request: pb.GenerateRequest, seed: int) -> list[Completion]:
+    """Those to be generated. `seed`: of the request, or chosen for it."""
+    if request.begun:
+        return [
+            Completion(b.index, b.seed if b.HasField("seed") else seed_of(seed, b.index), tuple(b.token_ids))
+            for b in request.begun
+        ]
+    generated = tuple(request.generated_token_ids)
+    return [Completion(index, seed_of(seed, index), generated) for index in range(request.n or 1)]
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of a prompt's completion: the first one's is the caller's, the others' are scattered over 64 bits.
+
+    So the completions of one seed differ from each other and from those of the seeds beside it. The mixing is that of
+    Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014; it is one to one.
+    """
+    if not index:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % _SEEDS
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % _SEEDS
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % _SEEDS
+    return mixed ^ mixed >> 31
 
 
 def text_prompt(request: pb.GenerateRequest) -> str | list[Message] | None:
@@ -112,15 +202,20 @@ def finished_before(options: GenerationOptions, generated: Sequence[int]) -> Fin
 
 
 def generation_options(
-    request: pb.GenerateRequest, model: ServedModel, prompt_tokens: int, seed: int, deadline_us: int | None
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    prompt_tokens: int,
+    seed: int,
+    deadline_us: int | None,
+    before: int = 0,
 ) -> GenerationOptions:
     """What the planner is asked for. The output never goes past the end of the context.
 
-    `prompt_tokens` are the caller's own; what was generated already follows them, and counts towards the limit: a
-    `max_new_tokens` of 0 says that none is missing. Raises `BadInput` when more were generated than are asked for.
+    `prompt_tokens` are the caller's own; the `before` tokens generated already follow them, and count towards the
+    limit: a `max_new_tokens` of 0 says that none is missing. Raises `BadInput` when more were generated than are asked
+    for.
     """
     room = model.context_tokens - prompt_tokens
-    before = len(request.generated_token_ids)
     wanted = request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
     wanted = min(wanted, room)
     if before > wanted:
@@ -139,12 +234,17 @@ def generation_options(
         ),
         stop_token_ids=tuple(sorted({*end_tokens, *request.stop_token_ids})),
         priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
         deadline_us=deadline_us,
+        ttft_target_us=request.ttft_target_ms * 1000 if request.HasField("ttft_target_ms") else None,
         delivered_before=before,
     )
 
 
-def _check_ids(what: str, ids: Iterable[int], model: ServedModel) -> None:
+def _check_ids(what: str, ids: Sequence[int], model: ServedModel) -> None:
+    if not ids or max(ids) < model.vocab_size:  # at the speed of C, for all that are in order
+        return
     for place, token in enumerate(ids):
         if token >= model.vocab_size:
             raise BadInput(

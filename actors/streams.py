@@ -1,87 +1,100 @@
 """What each generation has delivered so far, and who listens to it.
 
-A `Stream` is a transcript that only grows; a listener is an offset into it. So a slow client costs nobody anything: it
-finds everything since its last message in one piece, and memory is bounded by the tokens generated. All on the event
-loop, but `TextStream` objects, which belong to the text thread.
+A `Stream` is the transcript of one completion, and only grows; a `Call` has the streams of all completions of one
+prompt, usually one. A listener is an offset into each. So a slow client costs nobody anything: it finds everything
+since its last message in one piece, and memory is bounded by the tokens generated. All on the event loop, but
+`TextStream` objects, which belong to the text thread.
+
+Clients name a call by one id. To the planner each completion is a generation of its own, whose id is made of the
+call's (`completion_id`), so that a restarted driver puts together again what belongs together.
 """
 
 import asyncio
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from microtome.actors.text import ModelText, TextStream
-from microtome.planner.errors import BadInput, BatchingError
+from microtome.planner.errors import BadInput, BatchingError, UnknownId
 from microtome.planner.types import FinishReason, GenerationId, Usage
 from microtome.v1 import generation_pb2 as pb
 
-_FINISH = {
+FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
+_SEPARATOR = "\x1f"  # in no id of a caller's: those are printable
+
+
+def completion_id(call: str, index: int, n: int) -> GenerationId:
+    """What the planner calls a completion."""
+    return GenerationId(call if n == 1 else f"{call}{_SEPARATOR}{index}{_SEPARATOR}{n}")
+
+
+def call_of(generation: GenerationId) -> tuple[str, int, int]:
+    """Of a completion: its call's id, its index, and how many there are."""
+    if _SEPARATOR not in generation:
+        return generation, 0, 1
+    call, index, n = generation.rsplit(_SEPARATOR, 2)
+    return call, int(index), int(n)
 
 
 class Stream:
-    """One generation's output."""
+    """One completion's output."""
 
     __slots__ = (  # thousands of ended ones are kept
-        "_changed",
         "_ends",
-        "_listener",
         "_text",
         "_tokens",
         "base",
+        "call",
         "context",
         "created_us",
-        "ended_us",
         "error",
         "expected",
         "finish",
         "first_us",
         "generation",
+        "index",
         "prompt_tokens",
-        "resumable",
         "seed",
         "source",
         "text",
-        "unclaimed_until_us",
         "usage",
     )
 
     def __init__(
         self,
-        generation: GenerationId,
+        call: "Call",
+        index: int = 0,
         *,
         seed: int,
         prompt_tokens: int,
         context: tuple[int, ...],
-        resumable: bool,
         created_us: int,
         base: int = 0,
     ) -> None:
-        self.generation = generation
+        self.call = call
+        self.index = index
+        self.generation = completion_id(call.id, index, call.n)
         self.seed = seed
         self.prompt_tokens = prompt_tokens
         self.base = base  # tokens that an earlier call has delivered: `Control` counts from behind them
         self.context = context  # the prompt's last tokens: text depends on what came before it
         self.source: Future[ModelText] | None = None  # the text side of its model; None: it has no text
         self.text: TextStream | None = None  # the text thread's alone
-        self.resumable = resumable
         self.created_us = created_us
-        self.unclaimed_until_us: int | None = None  # of a restored one: cancelled then if nobody has resumed it
         self.expected = 0  # tokens that `Control` has delivered, those that are still being decoded included
         self.first_us: int | None = None  # when its first token arrived
-        self.ended_us: int | None = None
         self.finish: FinishReason | None = None
         self.usage: Usage | None = None
         self.error: BatchingError | None = None
         self._tokens = array("I")
         self._text = ""
         self._ends = array("I")  # per token: where its text ends in `_text`
-        self._listener = 0  # the number of the newest; older ones are over
-        self._changed: asyncio.Event = asyncio.Event()
+        call.streams[index] = self
 
     @property
     def length(self) -> int:
@@ -96,11 +109,6 @@ class Stream:
     def ended(self) -> bool:
         return self.finish is not None
 
-    @property
-    def heard(self) -> bool:
-        """Somebody listens, or has just begun to."""
-        return self._listener > 0
-
     def append(self, tokens: Sequence[int], pieces: Sequence[str]) -> None:
         """`pieces`: the text that each token adds, in order."""
         self._tokens.extend(tokens)
@@ -110,22 +118,14 @@ class Stream:
         for piece in pieces:
             end += len(piece)
             self._ends.append(end)
-        self._changed.set()
+        self.call.changed.set()
 
     def end(self, finish: FinishReason, tail: str, usage: Usage | None, error: BatchingError | None) -> None:
         """Nothing follows. `tail` is the text that was held back, shown with the last message."""
         self._text += tail
         self.finish, self.usage, self.error = finish, usage, error
         self.text = None
-        self._changed.set()
-
-    def listen(self, offset: int) -> "Listener":
-        """Begin at `offset`; whoever listened before is over. Raises `BadInput` for an offset not reached yet."""
-        if offset > self.expected:
-            raise BadInput(f"offset {offset} is above the {self.expected} tokens generated so far")
-        self._listener += 1
-        self._changed.set()  # an older listener wakes, and sees that it is over
-        return Listener(self, self._listener, offset)
+        self.call.changed.set()
 
     def message(self, offset: int) -> pb.GenerateResponse | None:
         """Everything from `offset` on in one message; None while there is nothing to say."""
@@ -134,14 +134,16 @@ class Stream:
             return None
         begin = self._ends[offset - 1] if offset else 0
         message = pb.GenerateResponse(
-            generation_id=self.generation,
+            generation_id=self.call.id,
+            index=self.index,
+            n=self.call.n,
             offset=offset,
             token_ids=self._tokens[offset:],
             text=self._text[begin:],
             seed=self.seed,
         )
         if self.finish is not None and self.error is None:
-            message.finish_reason = _FINISH[self.finish]
+            message.finish_reason = FINISH[self.finish]
             if self.usage is not None:
                 message.usage.prompt_tokens = self.usage.prompt_tokens
                 message.usage.output_tokens = self.usage.output_tokens
@@ -149,49 +151,116 @@ class Stream:
         return message
 
 
-class Listener:
-    """One reader of a stream: takes what is new, as often as it likes."""
+class Call:
+    """What one prompt was asked for: a stream for each completion. All of them have one listener at a time."""
 
-    def __init__(self, stream: Stream, number: int, offset: int) -> None:
-        self._stream, self._number, self._offset = stream, number, offset
+    __slots__ = ("_listener", "changed", "ended_us", "id", "n", "resumable", "streams", "unclaimed_until_us")
+
+    def __init__(self, name: str, n: int = 1, *, resumable: bool) -> None:
+        self.id = name
+        self.n = n  # completions asked for; those that the caller has had whole before have no stream here
+        self.resumable = resumable
+        self.streams: dict[int, Stream] = {}  # by index
+        self.unclaimed_until_us: int | None = None  # of a restored one: cancelled then if nobody has resumed it
+        self.ended_us: int | None = None
+        self.changed = asyncio.Event()
+        self._listener = 0  # the number of the newest; older ones are over
+
+    @property
+    def ended(self) -> bool:
+        return all(stream.ended for stream in self.streams.values())
+
+    @property
+    def heard(self) -> bool:
+        """Somebody listens, or has just begun to."""
+        return self._listener > 0
+
+    @property
+    def length(self) -> int:
+        """Tokens delivered so far, of all completions."""
+        return sum(stream.length for stream in self.streams.values())
+
+    def listen(self, offsets: Mapping[int, int] | int | None = None) -> "Listener":
+        """Begin at these offsets; whoever listened before is over.
+
+        `offsets`: by index of those completions that are wanted; or one for all; None: each from where this call began.
+        Raises `BadInput` for an offset not reached yet or an index out of range, `UnknownId` for a completion that is
+        not known here.
+        """
+        if offsets is None:
+            offsets = {index: stream.base for index, stream in self.streams.items()}
+        elif isinstance(offsets, int):
+            offsets = dict.fromkeys(range(self.n), offsets)
+        for index, offset in offsets.items():
+            if index >= self.n:
+                raise BadInput(f"completion {index} is not below the {self.n} of generation {self.id!r}")
+            stream = self.streams.get(index)
+            if stream is None:
+                raise UnknownId(f"completion {index} of generation {self.id!r} is not known any more")
+            if offset > stream.expected:
+                which = "" if self.n == 1 else f" of completion {index}"
+                raise BadInput(f"offset {offset} is above the {stream.expected} tokens{which} generated so far")
+        self._listener += 1
+        self.changed.set()  # an older listener wakes, and sees that it is over
+        return Listener(self, self._listener, offsets)
+
+
+class Listener:
+    """One reader of a call: takes what is new, as often as it likes."""
+
+    def __init__(self, call: Call, number: int, offsets: Mapping[int, int]) -> None:
+        self._call, self._number = call, number
+        self._turns = deque((call.streams[index], offset) for index, offset in offsets.items())
 
     @property
     def newest(self) -> bool:
-        """False: another one has taken the stream over."""
-        return self._stream._listener == self._number
+        """False: another one has taken the call over."""
+        return self._call._listener == self._number
+
+    @property
+    def done(self) -> bool:
+        """The last message of every completion was handed out."""
+        return not self._turns
 
     async def next(self) -> pb.GenerateResponse | None:
-        """Everything new in one message, waiting until there is any. None: another listener took over.
+        """Everything new of one completion, in turns, waiting until there is any. None: another listener took over.
 
-        Raises the generation's error once everything before it was handed out.
+        Raises a completion's error once nothing else is new.
         """
-        stream = self._stream
+        call, turns = self._call, self._turns
         while self.newest:
-            if stream.error is not None and self._offset == stream.length:
-                raise stream.error
-            message = stream.message(self._offset)
-            if message is not None:
-                self._offset += len(message.token_ids)
-                return message
-            stream._changed.clear()
-            await stream._changed.wait()
+            failure = None
+            for _ in range(len(turns)):
+                stream, offset = turns.popleft()
+                if stream.error is not None and offset == stream.length:
+                    failure = failure or stream.error
+                elif (message := stream.message(offset)) is not None:
+                    if not message.finish_reason:
+                        turns.append((stream, offset + len(message.token_ids)))
+                    return message
+                turns.append((stream, offset))
+            if failure is not None:
+                raise failure
+            call.changed.clear()
+            await call.changed.wait()
         return None
 
 
 class Streams:
-    """All generations by id: those that run, and ended ones that may still be resumed."""
+    """All calls by id, those that run and ended ones that may still be resumed; and the running streams by theirs."""
 
     def __init__(self, retain_us: int, retain_tokens: int) -> None:
-        self._running: dict[GenerationId, Stream] = {}
-        self._ended: OrderedDict[GenerationId, Stream] = OrderedDict()  # oldest end first
+        self._streams: dict[GenerationId, Stream] = {}
+        self._running: dict[str, Call] = {}
+        self._ended: OrderedDict[str, Call] = OrderedDict()  # oldest end first
         self._ended_tokens = 0
         self._retain_us = retain_us
         self._retain_tokens = retain_tokens
 
-    def __contains__(self, generation: str) -> bool:
-        return self.find(generation) is not None
+    def __contains__(self, call: str) -> bool:
+        return call in self._running or call in self._ended
 
-    def __iter__(self) -> Iterator[Stream]:
+    def __iter__(self) -> Iterator[Call]:
         """Those that run."""
         return iter(list(self._running.values()))
 
@@ -199,33 +268,42 @@ class Streams:
     def running(self) -> int:
         return len(self._running)
 
-    def find(self, generation: str) -> Stream | None:
-        key = GenerationId(generation)
-        return self._running.get(key) or self._ended.get(key)
+    def find(self, call: str) -> Call | None:
+        return self._running.get(call) or self._ended.get(call)
 
-    def find_running(self, generation: str) -> Stream | None:
-        return self._running.get(GenerationId(generation))
+    def find_running(self, call: str) -> Call | None:
+        return self._running.get(call)
+
+    def stream(self, generation: GenerationId) -> Stream | None:
+        """Of a completion that runs."""
+        return self._streams.get(generation)
 
     def add(self, stream: Stream) -> None:
-        assert stream.generation not in self
-        self._running[stream.generation] = stream
+        """A completion begins. Its call runs from now on, if it did not; it may have ended, as far as it was known."""
+        assert stream.generation not in self._streams
+        self._streams[stream.generation] = stream
+        call = stream.call
+        if self._ended.pop(call.id, None) is not None:
+            self._ended_tokens -= call.length
+        self._running[call.id] = call
 
     def ended(self, stream: Stream, at_us: int) -> None:
-        """The stream has ended: forget it, or keep it for a while when it is resumable."""
-        self._running.pop(stream.generation, None)
-        if not stream.resumable:
+        """A completion has ended. With its call's last one the call is forgotten, or kept for a while if resumable."""
+        self._streams.pop(stream.generation, None)
+        call = stream.call
+        if not call.ended or self._running.pop(call.id, None) is None or not call.resumable:
             return
-        stream.ended_us = at_us
-        self._ended[stream.generation] = stream
-        self._ended_tokens += stream.length
+        call.ended_us = at_us
+        self._ended[call.id] = call
+        self._ended_tokens += call.length
         self.prune(at_us)
 
     def prune(self, at_us: int) -> None:
-        """Forget ended streams that are too old, and the oldest beyond the bound on tokens."""
+        """Forget ended calls that are too old, and the oldest beyond the bound on tokens."""
         while self._ended:
             oldest = next(iter(self._ended.values()))
             assert oldest.ended_us is not None
             if at_us - oldest.ended_us < self._retain_us and self._ended_tokens <= self._retain_tokens:
                 return
-            del self._ended[oldest.generation]
+            del self._ended[oldest.id]
             self._ended_tokens -= oldest.length

@@ -138,9 +138,9 @@ async def test_a_refused_call_on_a_session_changes_nothing() -> None:
             invalid,
             f"session {session} has 9 committed tokens; 10 cannot be cloned",
         )
-        assert await refusal(collect(stub, request([1], session_id=session, max_new_tokens=4090))) == (
+        assert await refusal(collect(stub, request([1] * 4086, session_id=session))) == (
             invalid,
-            "max_new_tokens 4090 after 11 tokens exceed a context of 4096 tokens",
+            "a history of 4096 tokens and 1 more do not fit a context of 4096 tokens",
         )
         given = request([1], session_id=session, generated_token_ids=[4])
         assert (await refusal(collect(stub, given)))[0] is invalid

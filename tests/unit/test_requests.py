@@ -4,11 +4,15 @@ import pytest
 
 from microtome.actors.requests import (
     DEFAULT_NEW_TOKENS,
+    Completion,
     ServedModel,
     check_numbers,
     check_prompt,
+    completions_of,
     finished_before,
     generation_options,
+    resume_offsets,
+    seed_of,
     text_prompt,
 )
 from microtome.actors.text import Message
@@ -49,6 +53,60 @@ MODEL = ServedModel(
             pb.GenerateRequest(generation_id="x" * 129),
             f"generation id '{'x' * 40}' is not at most 128 printable characters",
         ),
+        (pb.GenerateRequest(n=0), "n 0 is not in 1 to 128"),
+        (pb.GenerateRequest(n=129), "n 129 is not in 1 to 128"),
+        (pb.GenerateRequest(ttft_target_ms=0), "ttft_target_ms 0 is below 1"),
+        (pb.GenerateRequest(tenant="a\nb"), "tenant 'a\\nb' is not at most 128 printable characters"),
+        (
+            pb.GenerateRequest(cache_salt="x" * 129),
+            f"cache_salt '{'x' * 40}' is not at most 128 printable characters",
+        ),
+        (
+            pb.GenerateRequest(session_id="5", tenant="acme"),
+            "tenant 'acme' is given, and a session_id: the session has its own",
+        ),
+        (
+            pb.GenerateRequest(session_id="5", cache_salt="s"),
+            "cache_salt 's' is given, and a session_id: the session has its own",
+        ),
+        (pb.GenerateRequest(stop_token_ids=[1] * 1025), "1025 stop token ids are given, and 1024 is the limit"),
+        (
+            # As many as a message can hold: none of them is looked at, nor is the one out of range.
+            pb.GenerateRequest(generated_token_ids=[1000] * 64),
+            "64 generated tokens are given, and 63 is the limit: the context holds 64, the prompt among them",
+        ),
+        (
+            pb.GenerateRequest(n=2, generated_token_ids=[1]),
+            "generated_token_ids are of 1 completion, and 2 are asked for: tell what is begun of each",
+        ),
+        (
+            pb.GenerateRequest(n=2, begun=[pb.BegunCompletion(index=2)]),
+            "begun completion 2 is not below the 2 that are asked for",
+        ),
+        (
+            pb.GenerateRequest(n=2, begun=[pb.BegunCompletion(index=1), pb.BegunCompletion(index=1)]),
+            "begun completion 1 is given twice",
+        ),
+        (
+            pb.GenerateRequest(begun=[pb.BegunCompletion(), pb.BegunCompletion(index=1)]),
+            "2 begun completions are given, and 1 are asked for",
+        ),
+        (
+            pb.GenerateRequest(n=2, session_id="5", begun=[pb.BegunCompletion()]),
+            "begun completions are given, and a session_id: the session has what was generated in it",
+        ),
+        (
+            pb.GenerateRequest(n=2, begun=[pb.BegunCompletion(token_ids=[5] * 64)]),
+            "64 generated tokens are given, and 63 is the limit: the context holds 64, the prompt among them",
+        ),
+        (
+            pb.GenerateRequest(n=2, begun=[pb.BegunCompletion(token_ids=[5, 100])]),
+            "generated token id 100 (number 2) is not below the vocabulary size 100",
+        ),
+        (
+            pb.GenerateRequest(n=2, temperature=1, begun=[pb.BegunCompletion(token_ids=[5])]),
+            "a sampled generation that goes on needs the seed that was in force",
+        ),
     ],
 )
 def test_number_out_of_range_is_refused_with_value_and_limit(request_: pb.GenerateRequest, sentence: str) -> None:
@@ -66,8 +124,13 @@ def test_numbers_at_their_limits_are_taken() -> None:
             top_k=100,
             top_p=1,
             min_p=1,
-            stop_token_ids=[99],
+            stop_token_ids=[99] * 1024,
             generation_id="x" * 128,
+            n=128,
+            tenant="t" * 128,
+            cache_salt="s" * 128,
+            ttft_target_ms=1,
+            begun=[pb.BegunCompletion(index=index, token_ids=[99] * 63) for index in range(128)],
         ),
         MODEL,
     )
@@ -141,8 +204,12 @@ def test_models_own_end_tokens_stop_unless_they_are_ignored() -> None:
 
 
 def test_sampling_is_handed_on_as_it_was_asked_for() -> None:
-    request = pb.GenerateRequest(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, priority=-2)
+    request = pb.GenerateRequest(
+        temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, priority=-2, tenant="acme", cache_salt="s", ttft_target_ms=40
+    )
     options = generation_options(request, MODEL, 4, 2**64 - 1, 12345)
+    assert (options.tenant, options.cache_salt, options.ttft_target_us) == ("acme", "s", 40_000)
+    assert generation_options(pb.GenerateRequest(), MODEL, 4, 0, None).ttft_target_us is None
     sampling = options.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.25, 0.125)
     assert (sampling.seed, options.priority, options.deadline_us) == (2**64 - 1, -2, 12345)
@@ -152,20 +219,20 @@ def test_sampling_is_handed_on_as_it_was_asked_for() -> None:
 
 def test_what_was_generated_already_counts_towards_the_limit() -> None:
     going_on = pb.GenerateRequest(max_new_tokens=10, generated_token_ids=[5, 6, 8])
-    options = generation_options(going_on, MODEL, 4, 0, None)
+    options = generation_options(going_on, MODEL, 4, 0, None, 3)
     assert (options.max_new_tokens, options.delivered_before) == (7, 3)
     assert finished_before(options, (5, 6, 8)) is None
     assert finished_before(options, (5, 6, 2)) is FinishReason.STOP
-    full = generation_options(pb.GenerateRequest(max_new_tokens=3, generated_token_ids=[5, 6, 8]), MODEL, 4, 0, None)
+    full = generation_options(pb.GenerateRequest(max_new_tokens=3), MODEL, 4, 0, None, 3)
     assert finished_before(full, (5, 6, 8)) is FinishReason.LENGTH
     # The context is the same one as before: 64 tokens, of which the prompt has 60.
-    near_its_end = generation_options(pb.GenerateRequest(generated_token_ids=[5]), MODEL, 60, 0, None)
+    near_its_end = generation_options(pb.GenerateRequest(), MODEL, 60, 0, None, 1)
     assert near_its_end.max_new_tokens == 3
 
 
 def test_more_generated_tokens_than_were_asked_for_are_refused() -> None:
     with pytest.raises(BadInput) as refused:
-        generation_options(pb.GenerateRequest(max_new_tokens=1, generated_token_ids=[5, 6]), MODEL, 4, 0, None)
+        generation_options(pb.GenerateRequest(max_new_tokens=1), MODEL, 4, 0, None, 2)
     assert str(refused.value) == "2 generated tokens are given, and 1 is the limit of this generation"
 
 
@@ -175,3 +242,32 @@ def test_sampled_generation_cannot_go_on_under_another_seed() -> None:
     assert str(refused.value) == "a sampled generation that goes on needs the seed that was in force"
     check_numbers(pb.GenerateRequest(temperature=1.0, seed=0, generated_token_ids=[5]), MODEL)
     check_numbers(pb.GenerateRequest(generated_token_ids=[5]), MODEL)
+
+
+def test_completions_have_seeds_of_their_own_and_the_first_one_has_the_callers() -> None:
+    seeds = [one.seed for one in completions_of(pb.GenerateRequest(n=128), 7)]
+    assert seeds[0] == 7
+    assert seeds == [seed_of(7, index) for index in range(128)]
+    # A neighbouring seed's completions are others, too, and all are 64 bits.
+    neighbours = [seed_of(seed, index) for seed in (0, 7, 8, 2**64 - 1) for index in range(128)]
+    assert len(set(neighbours)) == 4 * 128
+    assert all(0 <= seed < 2**64 for seed in neighbours)
+    assert completions_of(pb.GenerateRequest(), 9) == [Completion(0, 9, ())]
+
+
+def test_begun_completions_go_on_with_their_own_seeds_and_those_not_named_are_left_out() -> None:
+    request = pb.GenerateRequest(
+        n=4, begun=[pb.BegunCompletion(index=3, seed=5, token_ids=[8, 9]), pb.BegunCompletion(index=1)]
+    )
+    assert completions_of(request, 7) == [Completion(3, 5, (8, 9)), Completion(1, seed_of(7, 1), ())]
+    assert completions_of(pb.GenerateRequest(generated_token_ids=[4]), 7) == [Completion(0, 7, (4,))]
+
+
+def test_offsets_are_one_for_all_or_each_completions_own() -> None:
+    assert resume_offsets(pb.ResumeRequest(offset=5)) == 5
+    places = [pb.CompletionOffset(index=2, offset=9), pb.CompletionOffset(index=0)]
+    assert resume_offsets(pb.ResumeRequest(offsets=places)) == {2: 9, 0: 0}
+    with pytest.raises(BadInput, match="offset 3 is given, and offsets: each completion has its own"):
+        resume_offsets(pb.ResumeRequest(offset=3, offsets=places))
+    with pytest.raises(BadInput, match="the offset of completion 2 is given twice"):
+        resume_offsets(pb.ResumeRequest(offsets=[places[0], places[0]]))
