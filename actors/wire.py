@@ -7,8 +7,9 @@ Writing raises `ValueError` for a number its field cannot hold, which is a bug o
 message that means nothing here, such as an operation that a newer driver knows.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from microtome.planner.errors import BadInput
 from microtome.planner.types import (
@@ -17,6 +18,7 @@ from microtome.planner.types import (
     Cell,
     CloneSequence,
     DropSequence,
+    ExtendSequence,
     Incarnation,
     MethodSpec,
     MethodTable,
@@ -33,6 +35,7 @@ from microtome.planner.types import (
     TokenLogprobs,
     TruncateSequence,
 )
+from microtome.v1 import logprobs_pb2
 from microtome.v1 import worker_pb2 as pb
 
 
@@ -73,6 +76,7 @@ def plan_to_message(plan: StepPlan) -> pb.StepPlan:
         slice_offsets=plan.slice_offsets,
         slice_lengths=plan.slice_lengths,
         slice_methods=plan.slice_methods,
+        next_tokens=plan.next_tokens,
     )
 
 
@@ -91,6 +95,7 @@ def plan_from_message(message: pb.StepPlan) -> StepPlan:
         slice_offsets=list(message.slice_offsets),
         slice_lengths=list(message.slice_lengths),
         slice_methods=list(message.slice_methods),
+        next_tokens=list(message.next_tokens),
     )
 
 
@@ -100,6 +105,8 @@ def _op_to_message(op: SequenceOp) -> pb.SequenceOp:
             return pb.SequenceOp(open=pb.OpenSequence(sequence=sequence, cells=cells))
         case CloneSequence(sequence, source, upto):
             return pb.SequenceOp(clone=pb.CloneSequence(sequence=sequence, source=source, upto=upto))
+        case ExtendSequence(sequence, cells):
+            return pb.SequenceOp(extend=pb.ExtendSequence(sequence=sequence, cells=cells))
         case TruncateSequence(sequence, length):
             return pb.SequenceOp(truncate=pb.TruncateSequence(sequence=sequence, length=length))
         case DropSequence(sequence):
@@ -118,6 +125,9 @@ def _op_from_message(message: pb.SequenceOp, step: int) -> SequenceOp:
     if kind == "clone":
         clone = message.clone
         return CloneSequence(SequenceId(clone.sequence), SequenceId(clone.source), Position(clone.upto))
+    if kind == "extend":
+        cells = tuple(Cell(cell) for cell in message.extend.cells)
+        return ExtendSequence(SequenceId(message.extend.sequence), cells)
     if kind == "truncate":
         return TruncateSequence(SequenceId(message.truncate.sequence), Position(message.truncate.length))
     if kind == "drop":
@@ -150,6 +160,7 @@ def sampling_to_message(sampling: SamplingParams) -> pb.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
         prompt_tokens=sampling.prompt_tokens,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -170,8 +181,9 @@ def sampling_from_message(message: pb.Sampling) -> SamplingParams:
         banned_tokens=tuple(message.banned_tokens),
         min_new_tokens=message.min_new_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
-        logprobs=message.logprobs,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_tokens=message.prompt_tokens,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -189,7 +201,8 @@ def answer_to_message(answer: StepResult | StepFault) -> pb.StepResult:
         incarnation=bytes.fromhex(answer.incarnation),
         step=answer.step,
         tokens=answer.tokens,
-        logprobs=[_logprobs_to_message(logprobs) for logprobs in answer.logprobs],
+        token_logprobs=logprobs_to_message(answer.logprobs),
+        prompt_logprobs=logprobs_to_message(answer.prompt_logprobs),
         step_us=answer.step_us,
         idle_us=answer.idle_us,
         forwards=answer.forwards,
@@ -201,29 +214,53 @@ def answer_from_message(message: pb.StepResult) -> StepResult | StepFault:
     if message.HasField("fault"):
         fault = message.fault
         return StepFault(incarnation=incarnation, step=step, refused=fault.refused, message=fault.message)
+    prompt = logprobs_from_message(message.prompt_logprobs)
+    known = tuple([one for one in prompt if one is not None])
+    if len(known) < len(prompt):
+        raise BadInput(f"{len(prompt) - len(known)} of {len(prompt)} prompt tokens have no log-probability")
     return StepResult(
         incarnation=incarnation,
         step=step,
         tokens=list(message.tokens),
-        logprobs=tuple(_logprobs_from_message(logprobs) for logprobs in message.logprobs),
+        logprobs=logprobs_from_message(message.token_logprobs)
+        or tuple(_logprobs_from_old_message(logprobs) for logprobs in message.logprobs),
+        prompt_logprobs=known,
         step_us=message.step_us,
         idle_us=message.idle_us,
         forwards=list(message.forwards),
     )
 
 
-def _logprobs_to_message(logprobs: TokenLogprobs | None) -> pb.TokenLogprobs:
-    if logprobs is None:
-        return pb.TokenLogprobs()
-    return pb.TokenLogprobs(
-        present=True,
-        logprob=logprobs.logprob,
-        top_tokens=[token for token, _ in logprobs.top],
-        top_logprobs=[value for _, value in logprobs.top],
+def logprobs_to_message(logprobs: Sequence[TokenLogprobs | None]) -> logprobs_pb2.Logprobs | None:
+    """None for no token."""
+    if not logprobs:
+        return None
+    known = [one for one in logprobs if one is not None]
+    return logprobs_pb2.Logprobs(
+        counts=[0 if one is None else 1 + len(one.top) for one in logprobs],
+        logprobs=[one.logprob for one in known],
+        top_tokens=[token for one in known for token, _ in one.top],
+        top_logprobs=[value for one in known for _, value in one.top],
     )
 
 
-def _logprobs_from_message(message: pb.TokenLogprobs) -> TokenLogprobs | None:
+def logprobs_from_message(message: logprobs_pb2.Logprobs) -> tuple[TokenLogprobs | None, ...]:
+    known = len(message.counts) - list(message.counts).count(0)
+    beside = sum(message.counts) - known
+    if len(message.logprobs) != known:
+        raise BadInput(f"{known} tokens have {len(message.logprobs)} log-probabilities")
+    if not len(message.top_tokens) == len(message.top_logprobs) == beside:
+        raise BadInput(
+            f"{beside} likely tokens have {len(message.top_tokens)} ids and {len(message.top_logprobs)} "
+            "log-probabilities"
+        )
+    own, top = iter(message.logprobs), zip(message.top_tokens, message.top_logprobs, strict=True)
+    return tuple(
+        [TokenLogprobs(next(own), tuple(islice(top, count - 1))) if count else None for count in message.counts]
+    )
+
+
+def _logprobs_from_old_message(message: pb.TokenLogprobs) -> TokenLogprobs | None:
     if not message.present:
         return None
     if len(message.top_tokens) != len(message.top_logprobs):
@@ -348,6 +385,8 @@ def _sequence_to_message(sequence: SequenceSnapshot) -> pb.SequenceState:
         last_sampled=sequence.last_sampled,
         sampling=None if sequence.sampling is None else sampling_to_message(sequence.sampling),
         note=sequence.note,
+        logprobs_from=sequence.logprobs_from,
+        logprobs=logprobs_to_message(sequence.logprobs),
     )
 
 
@@ -359,4 +398,6 @@ def _sequence_from_message(message: pb.SequenceState) -> SequenceSnapshot:
         last_sampled=message.last_sampled if message.HasField("last_sampled") else None,
         sampling=sampling_from_message(message.sampling) if message.HasField("sampling") else None,
         note=message.note,
+        logprobs=logprobs_from_message(message.logprobs),
+        logprobs_from=message.logprobs_from,
     )

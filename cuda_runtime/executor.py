@@ -21,6 +21,7 @@ from microtome.cuda_runtime.kv_pool import KvPool
 from microtome.cuda_runtime.logit_edits import SampledRow
 from microtome.cuda_runtime.method import FEEDBACK, LINES, POSITIONS, ROWS, SELECTOR, TOKENS, Method
 from microtome.cuda_runtime.options import RuntimeOptions
+from microtome.cuda_runtime.prompt_rows import PromptRows
 from microtome.cuda_runtime.rows import RowTable
 from microtome.cuda_runtime.sampler import Sampled, sample
 from microtome.cuda_runtime.sequences import Prospect, Sequences, SequenceState
@@ -32,6 +33,7 @@ from microtome.planner.types import (
     StepNumber,
     StepPlan,
     StepResult,
+    TokenLogprobs,
 )
 
 Int64Array = NDArray[np.int64]
@@ -53,8 +55,11 @@ class CheckedStep:
     widths: Int64Array
     feedback: NDArray[np.bool_]
     wants_output: NDArray[np.bool_]
+    asks: NDArray[np.bool_]  # how likely the tokens behind its own are
+    asked: Int64Array  # per input: likeliest tokens to report beside each of those; 0 where it does not ask
     cells: Int64Array  # per token
     tokens: Int64Array  # of inputs without feedback
+    next_tokens: Int64Array  # behind inputs that ask and want no output
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ class Executor:
             raise StepError(f"an earlier step failed, and this device's cells are unknown: {self._failure}")
         step = self._check(plan)
         try:
-            sampled, forwards = self._run(plan, step)
+            sampled, forwards, prompt_logprobs = self._run(plan, step)
         except Exception as error:
             self._failure = f"step {plan.step}: {type(error).__name__}: {error}"
             raise StepError(self._failure) from error
@@ -123,6 +128,7 @@ class Executor:
             step_us=(done_ns - started_ns) // 1000,
             idle_us=idle_ns // 1000,
             forwards=forwards,
+            prompt_logprobs=prompt_logprobs,
         )
 
     # --- checks: nothing below changes anything ---
@@ -142,8 +148,11 @@ class Executor:
             widths=_column("widths", plan.widths),
             feedback=(flags & InputFlag.FEEDBACK) != 0,
             wants_output=(flags & InputFlag.WANTS_OUTPUT) != 0,
+            asks=(flags & InputFlag.PROMPT_LOGPROBS) != 0,
+            asked=np.zeros(len(flags), dtype=np.int64),
             cells=_column("cells", plan.cells),
             tokens=_column("tokens", plan.tokens),
+            next_tokens=_column("next tokens", plan.next_tokens),
         )
         inputs = len(step.sequences)
         if not inputs == len(step.starts) == len(step.widths) == len(flags):
@@ -164,9 +173,11 @@ class Executor:
             step.widths.tolist(),
             step.feedback.tolist(),
             step.wants_output.tolist(),
+            step.asks.tolist(),
             strict=True,
         )
-        for sequence, start, width, feedback, wants_output in columns:
+        rows = 0
+        for index, (sequence, start, width, feedback, wants_output, asks) in enumerate(columns):
             now = ends.get(sequence) or self._sequences.prospect(sequence, changed)
             if start != now.length:
                 raise StalePlan(f"sequence {sequence} holds {now.length} tokens, an input starts at {start}")
@@ -187,9 +198,14 @@ class Executor:
                 if sequence in answered:
                     raise StalePlan(f"sequence {sequence} wants two tokens of one step")
                 answered.add(sequence)
-            ends[sequence] = Prospect(end, now.sampled, now.sampled_position)
-        if len(answered) > self._capability.max_output_rows:
-            raise StalePlan(f"{len(answered)} tokens are wanted, {self._capability.max_output_rows} at most")
+            if asks:
+                if now.policy is None or now.policy.prompt_logprobs is None:
+                    raise StalePlan(f"sequence {sequence} asks how likely its prompt is, and its policy does not")
+                step.asked[index] = now.policy.prompt_logprobs
+            rows += width if asks else wants_output
+            ends[sequence] = Prospect(end, now.policy, now.sampled_position)
+        if rows > self._capability.max_output_rows:
+            raise StalePlan(f"{rows} logits rows are wanted, {self._capability.max_output_rows} at most")
 
     def _check_numbers(self, step: CheckedStep) -> None:
         width = int(step.widths.sum())
@@ -198,7 +214,11 @@ class Executor:
         given = width - int(step.feedback.sum())
         if len(step.tokens) != given:
             raise StalePlan(f"{len(step.tokens)} tokens where {given} are due")
+        followed = int((step.asks & ~step.wants_output).sum())
+        if len(step.next_tokens) != followed:
+            raise StalePlan(f"{len(step.next_tokens)} next tokens where {followed} are due")
         for name, values, limit in (
+            ("next token", step.next_tokens, self._capability.vocab_size),
             ("cell", step.cells, self._capability.usable_cells),
             ("token", step.tokens, self._capability.vocab_size),
         ):
@@ -229,12 +249,12 @@ class Executor:
     # --- effects ---
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan, step: CheckedStep) -> tuple[Sampled | None, list[int]]:
+    def _run(self, plan: StepPlan, step: CheckedStep) -> tuple[Sampled | None, list[int], tuple[TokenLogprobs, ...]]:
         self._sequences.apply(plan.ops)
         ran = [0] * len(self.methods)
         if not len(step.cells):
             self._rows.upload()
-            return None, ran
+            return None, ran, ()
         token_rows = np.repeat(step.sequences, step.widths)
         first_of_input = np.cumsum(step.widths) - step.widths
         positions = np.arange(len(token_rows), dtype=np.int64) + np.repeat(step.starts - first_of_input, step.widths)
@@ -247,6 +267,17 @@ class Executor:
         self._cell_tokens[step.cells] = tokens
 
         wanted = (first_of_input + step.widths - 1)[step.wants_output]  # packed index of each answer's last token
+        prompt_rows = None
+        if step.asks.any():
+            prompt_rows = PromptRows(
+                widths=step.widths,
+                asks=step.asks,
+                wants_output=step.wants_output,
+                counts=step.asked,
+                tokens=tokens,
+                next_tokens=step.next_tokens,
+            )
+            wanted = prompt_rows.selected
         columns, forwards = self._lay_out(plan, tokens, positions, token_rows, feedback, wanted)
         device = self._rows.device.device
         columns_5N = torch.from_numpy(columns).to(device)
@@ -261,6 +292,10 @@ class Executor:
             ran[forward.method] += 1
             if forward.outputs:
                 wanted_RV = logits_RV[: forward.outputs]
+                if prompt_rows is not None:
+                    wanted_RV = prompt_rows.take(wanted_RV)
+                    if not len(wanted_RV):
+                        continue
                 # The method may run again before the sampler does, over the same output.
                 answers.append(wanted_RV.clone() if len(forwards) > 1 else wanted_RV)
         for sequence, start, width in zip(
@@ -270,12 +305,36 @@ class Executor:
         if not answers:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            return None, ran
-        return self._sample(
+            return None, ran, self._read_prompt(step, prompt_rows)
+        sampled = self._sample(
             torch.cat(answers) if len(answers) > 1 else answers[0],
             step.sequences[step.wants_output],
             (step.starts + step.widths)[step.wants_output],
-        ), ran
+        )
+        prompt_logprobs = self._read_prompt(step, prompt_rows)
+        self._keep(step, sampled)
+        return sampled, ran, prompt_logprobs
+
+    def _read_prompt(self, step: CheckedStep, prompt_rows: PromptRows | None) -> tuple[TokenLogprobs, ...]:
+        """What the step says of given tokens; kept beside their sequences."""
+        if prompt_rows is None:
+            return ()
+        read = prompt_rows.read()
+        at = 0
+        for index in np.flatnonzero(step.asks).tolist():
+            kept = self._sequences[int(step.sequences[index])].logprobs
+            count = int(step.widths[index]) - bool(step.wants_output[index])
+            for position, logprobs in enumerate(read[at : at + count], int(step.starts[index]) + 1):
+                kept.put(position, logprobs)
+            at += count
+        return read
+
+    def _keep(self, step: CheckedStep, sampled: Sampled) -> None:
+        """What was reported of the sampled tokens, beside their sequences, for a driver that starts anew."""
+        for sequence, logprobs in zip(step.sequences[step.wants_output].tolist(), sampled.logprobs, strict=False):
+            state = self._sequences[sequence]
+            if state.sampled_position is not None and logprobs is not None:
+                state.logprobs.put(state.sampled_position, logprobs)
 
     def _lay_out(
         self,

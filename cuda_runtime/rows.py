@@ -29,14 +29,14 @@ class RowTable:
         self._host[rows, positions] = cells
         self._note(rows * self._length + positions)
 
-    def write_head(self, row: int, cells: Int64Array) -> None:
-        """The row's first entries become `cells`."""
-        self._host[row, : len(cells)] = cells
-        self._note(row * self._length + np.arange(len(cells), dtype=np.int64))
+    def write_run(self, row: int, start: int, cells: Int64Array) -> None:
+        """The row's entries from `start` on become `cells`."""
+        self._host[row, start : start + len(cells)] = cells
+        self._note(row * self._length + start + np.arange(len(cells), dtype=np.int64))
 
     def copy_head(self, row: int, source: int, upto: int) -> None:
         """The row's first `upto` entries become those of row `source`."""
-        self.write_head(row, self._host[source, :upto].astype(np.int64))
+        self.write_run(row, 0, self._host[source, :upto].astype(np.int64))
 
     def cells(self, row: int, upto: int) -> Int32Array:
         return self._host[row, :upto]

@@ -4,7 +4,7 @@ Promises: a row's token depends on its logits, policy, seed, position and histor
 float64. Greedy rows take the largest logit, the lowest id on ties. Rows with top-k, top-p or min-p order the kept
 tokens by logit, ties by lower id; rows without keep the vocabulary's order. The token drawn by coin u is the first
 whose running mass exceeds u x the kept mass. Log-probabilities are those of the model itself, before edits and
-temperature. Tokens and log-probabilities come down in one copy, the step's one wait.
+temperature. Tokens come down in one copy, the step's one wait; log-probabilities, where somebody asks, right behind.
 
 R rows, V vocabulary, M tokens that are looked at in order of their logits.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from microtome.cuda_runtime.coin import coins
+from microtome.cuda_runtime.log_probabilities import logprob_table, order_keys, read_table
 from microtome.cuda_runtime.logit_edits import SampledRow, edited
 from microtome.planner.types import TokenLogprobs
 
@@ -52,28 +53,23 @@ def sample(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:
         largest_R = logits_RV.amax(dim=-1)  # edits could hide it
     _draw_the_rest(tokens_R, edited_RV, rows)
     tokens_R.masked_fill_(largest_R.isnan(), -1)
-    wanted = max(row.policy.logprobs for row in rows)
-    if not wanted:
-        return Sampled(tokens_R, tokens_R.tolist(), ())
-    # A token id is exact in float64, so all travels in one array.
-    logprobs_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
-    own_R1 = logprobs_RV.gather(-1, tokens_R.clamp_min(0)[:, None])
-    top_RM = torch.topk(_order_keys(logits_RV.to(torch.float32)), min(wanted, logits_RV.shape[-1]), dim=-1).indices
-    columns = (tokens_R[:, None].to(torch.float64), own_R1, top_RM.to(torch.float64), logprobs_RV.gather(-1, top_RM))
-    table = torch.cat(columns, dim=-1).tolist()
-    top = top_RM.shape[-1]
-    return Sampled(
-        tokens_R,
-        [int(line[0]) for line in table],
-        tuple(
-            TokenLogprobs(
-                line[1], tuple(zip(map(int, line[2 : 2 + count]), line[2 + top : 2 + top + count], strict=True))
-            )
-            if (count := min(row.policy.logprobs, top))
-            else None
-            for row, line in zip(rows, table, strict=True)
-        ),
-    )
+    return Sampled(tokens_R, tokens_R.tolist(), _logprobs(logits_RV, tokens_R, rows))
+
+
+def _logprobs(logits_RV: Tensor, tokens_R: Tensor, rows: Sequence[SampledRow]) -> tuple[TokenLogprobs | None, ...]:
+    asking = [(at, row.policy.logprobs) for at, row in enumerate(rows) if row.policy.logprobs is not None]
+    if not asking:
+        return ()
+    tokens_R = tokens_R.clamp_min(0)
+    if len(asking) < len(rows):
+        index = torch.tensor([at for at, _ in asking], device=logits_RV.device)
+        logits_RV, tokens_R = logits_RV.index_select(0, index), tokens_R.index_select(0, index)
+    counts = [count for _, count in asking]
+    found: list[TokenLogprobs | None] = [None] * len(rows)
+    table = logprob_table(logits_RV, tokens_R, max(counts)).tolist()
+    for (at, _), logprobs in zip(asking, read_table(table, counts), strict=True):
+        found[at] = logprobs
+    return tuple(found)
 
 
 def _draw_the_rest(tokens_R: Tensor, logits_RV: Tensor, rows: Sequence[SampledRow]) -> None:
@@ -133,7 +129,7 @@ def _draw_by_id(logits_RV: Tensor, policy: DrawnRows) -> Tensor:
 def _draw_by_rank(logits_RV: Tensor, policy: DrawnRows) -> Tensor:
     weights_RV = _weights(logits_RV, policy)
     total_R1 = weights_RV.sum(dim=-1, keepdim=True)
-    keys_RV = _order_keys(logits_RV)
+    keys_RV = order_keys(logits_RV)
     vocabulary = logits_RV.shape[-1]
     looked_at = FIRST_LOOK if logits_RV.device.type == "cpu" else vocabulary
     while True:
@@ -152,11 +148,3 @@ def _draw_by_rank(logits_RV: Tensor, policy: DrawnRows) -> Tensor:
     mass_R1 = running_RM.gather(-1, kept_R1 - 1)
     passed_R1 = (running_RM <= policy.coin * mass_R1).sum(dim=-1, keepdim=True)
     return order_RM.gather(-1, torch.minimum(passed_R1, kept_R1 - 1))[:, 0]
-
-
-def _order_keys(logits_RV: Tensor) -> Tensor:
-    """Int64 keys, no two alike in a row: larger for a larger logit, then for a lower id."""
-    bits = (logits_RV + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: there is one zero
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    identifiers = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    return (ordered << 32) + (0xFFFFFFFF - identifiers)

@@ -5,11 +5,12 @@ row table, which `apply` keeps in step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
 
+from microtome.cuda_runtime.log_probabilities import KeptLogprobs
 from microtome.cuda_runtime.rows import RowTable
 from microtome.planner.errors import StalePlan
 from microtome.planner.types import (
@@ -17,6 +18,7 @@ from microtome.planner.types import (
     Cell,
     CloneSequence,
     DropSequence,
+    ExtendSequence,
     OpenSequence,
     SamplingParams,
     SequenceId,
@@ -34,6 +36,7 @@ class SequenceState:
     sampled_token: int = 0
     sampled_position: int | None = None  # where `sampled_token` belongs; None: nothing sampled that is still wanted
     note: bytes = b""
+    logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)  # what was reported of its tokens
 
 
 @dataclass(slots=True)
@@ -41,8 +44,12 @@ class Prospect:
     """What a sequence would be after operations that were only checked."""
 
     length: int
-    sampled: bool  # has a policy
+    policy: SamplingParams | None
     sampled_position: int | None
+
+    @property
+    def sampled(self) -> bool:
+        return self.policy is not None
 
 
 class Sequences:
@@ -60,7 +67,7 @@ class Sequences:
             if (prospect := changed[sequence]) is not None:
                 return prospect
         elif (state := self._live.get(sequence)) is not None:
-            return Prospect(state.length, state.sampling is not None, state.sampled_position)
+            return Prospect(state.length, state.sampling, state.sampled_position)
         raise StalePlan(f"sequence {sequence} is not live")
 
     def check(self, ops: Sequence[SequenceOp]) -> dict[int, Prospect | None]:
@@ -70,24 +77,26 @@ class Sequences:
             match op:
                 case OpenSequence(sequence, cells):
                     self._check_vacant(sequence, changed)
-                    self._check_length(sequence, len(cells))
-                    if cells and (min(cells) < 0 or max(cells) >= self._usable_cells):
-                        raise StalePlan(f"sequence {sequence} opens on a cell outside [0, {self._usable_cells})")
-                    changed[sequence] = Prospect(len(cells), False, None)
+                    self._check_history(sequence, 0, cells)
+                    changed[sequence] = Prospect(len(cells), None, None)
+                case ExtendSequence(sequence, cells):
+                    now = self.prospect(sequence, changed)
+                    self._check_history(sequence, now.length, cells)
+                    changed[sequence] = Prospect(now.length + len(cells), now.policy, now.sampled_position)
                 case CloneSequence(sequence, source, upto):
                     self._check_vacant(sequence, changed)
                     self._check_upto(source, upto, self.prospect(source, changed).length)
-                    changed[sequence] = Prospect(upto, False, None)
+                    changed[sequence] = Prospect(upto, None, None)
                 case TruncateSequence(sequence, length):
                     now = self.prospect(sequence, changed)
                     self._check_upto(sequence, length, now.length)
-                    changed[sequence] = Prospect(length, now.sampled, _still_wanted(now.sampled_position, length))
+                    changed[sequence] = Prospect(length, now.policy, _still_wanted(now.sampled_position, length))
                 case DropSequence(sequence):
                     self.prospect(sequence, changed)
                     changed[sequence] = None
-                case SetSampling(sequence, _):
+                case SetSampling(sequence, sampling):
                     now = self.prospect(sequence, changed)
-                    changed[sequence] = Prospect(now.length, True, now.sampled_position)
+                    changed[sequence] = Prospect(now.length, sampling, now.sampled_position)
                 case Annotate(sequence, _):
                     self.prospect(sequence, changed)
                 case _:
@@ -100,14 +109,19 @@ class Sequences:
             match op:
                 case OpenSequence(sequence, cells):
                     self._live[sequence] = SequenceState(length=len(cells))
-                    self._rows.write_head(sequence, np.asarray(cells, dtype=np.int64))
+                    self._rows.write_run(sequence, 0, np.asarray(cells, dtype=np.int64))
                 case CloneSequence(sequence, source, upto):
                     self._live[sequence] = SequenceState(length=upto)
                     self._rows.copy_head(sequence, source, upto)
+                case ExtendSequence(sequence, cells):
+                    state = self._live[sequence]
+                    self._rows.write_run(sequence, state.length, np.asarray(cells, dtype=np.int64))
+                    state.length += len(cells)
                 case TruncateSequence(sequence, length):
                     state = self._live[sequence]
                     state.length = length
                     state.sampled_position = _still_wanted(state.sampled_position, length)
+                    state.logprobs.cut(length + (state.sampled_position == length))
                 case DropSequence(sequence):
                     del self._live[sequence]
                 case SetSampling(sequence, sampling):
@@ -122,14 +136,17 @@ class Sequences:
         snapshots = []
         for sequence, state in sorted(self._live.items()):
             cells = self._rows.cells(sequence, state.length)
+            sampled = state.sampled_position == state.length
             snapshots.append(
                 SequenceSnapshot(
                     sequence=SequenceId(sequence),
                     cells=tuple(map(Cell, cells.tolist())),
                     tokens=tuple(cell_tokens[cells].tolist()),
-                    last_sampled=state.sampled_token if state.sampled_position == state.length else None,
+                    last_sampled=state.sampled_token if sampled else None,
                     sampling=state.sampling,
                     note=state.note,
+                    logprobs=state.logprobs.upto(state.length + sampled),
+                    logprobs_from=state.logprobs.start,
                 )
             )
         return tuple(snapshots)
@@ -141,9 +158,12 @@ class Sequences:
         if live:
             raise StalePlan(f"sequence {sequence} is live already")
 
-    def _check_length(self, sequence: int, length: int) -> None:
-        if length > self._max_length:
-            raise StalePlan(f"sequence {sequence} would hold {length} tokens, {self._max_length} at most")
+    def _check_history(self, sequence: int, start: int, cells: Sequence[Cell]) -> None:
+        """Whether a sequence of `start` tokens may go on with `cells`."""
+        if start + len(cells) > self._max_length:
+            raise StalePlan(f"sequence {sequence} would hold {start + len(cells)} tokens, {self._max_length} at most")
+        if cells and (min(cells) < 0 or max(cells) >= self._usable_cells):
+            raise StalePlan(f"sequence {sequence} takes over a cell outside [0, {self._usable_cells})")
 
     @staticmethod
     def _check_upto(sequence: int, upto: int, length: int) -> None:

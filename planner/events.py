@@ -150,8 +150,11 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
+    """End the generation. `keep`: it ended behind so many of its tokens, at a text to stop at; the others are void."""
+
     at_us: int
     generation: GenerationId
+    keep: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +281,15 @@ class DeliverStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeliverPrompt:
+    """How likely the prompt's tokens from `offset` on are, each behind those before it. None: that is not known."""
+
+    generation: GenerationId
+    offset: int
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAnswer:
     """The answer to a session operation: the session concerned and its committed length, or the refusal."""
 
@@ -341,6 +353,7 @@ Instruction = (
     RunStep
     | Deliver
     | DeliverStep
+    | DeliverPrompt
     | SessionAnswer
     | GiveUpWorker
     | ReleaseWorker

@@ -16,6 +16,7 @@ Rank = tuple[int, int]  # smaller is more senior: (submission - priority * agein
 MAX_PRIORITY = 1000  # either way: what a rank can weigh
 SEEDS = 2**64
 MAX_COUNT = 2**32 - 1  # of tokens that a caller may name
+MAX_LOGPROBS = 20  # likeliest tokens to report beside one
 
 
 class State(Enum):
@@ -116,9 +117,14 @@ def check_options(options: GenerationOptions) -> None:
     s = options.sampling
     if not 0 <= s.temperature < math.inf:
         raise BadInput(f"temperature {s.temperature:g} is not 0 or more")
-    for name, count in (("top_k", s.top_k), ("min_new_tokens", s.min_new_tokens), ("logprobs", s.logprobs)):
-        if not 0 <= count <= MAX_COUNT:
-            raise BadInput(f"{name} {count} is not in 0 to {MAX_COUNT}")
+    for name, count, most in (
+        ("top_k", s.top_k, MAX_COUNT),
+        ("min_new_tokens", s.min_new_tokens, MAX_COUNT),
+        ("logprobs", s.logprobs or 0, MAX_LOGPROBS),
+        ("prompt_logprobs", s.prompt_logprobs or 0, MAX_LOGPROBS),
+    ):
+        if not 0 <= count <= most:
+            raise BadInput(f"{name} {count} is not in 0 to {most}")
     if not 0 < s.top_p <= 1:
         raise BadInput(f"top_p {s.top_p:g} is not above 0 and at most 1")
     if not 0 <= s.min_p <= 1:

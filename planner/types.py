@@ -104,7 +104,8 @@ class SamplingParams:
     banned_tokens: tuple[int, ...] = ()
     min_new_tokens: int = 0  # the stop tokens cannot be drawn before this many
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int = 0  # log-probabilities of this many likeliest tokens beside the drawn one's; 0: none at all
+    logprobs: int | None = None  # report the drawn token's log-probability, and this many likeliest beside it
+    prompt_logprobs: int | None = None  # and those of the prompt's own tokens, likewise
     prompt_tokens: int = 0  # where the generated part begins, for min_new_tokens and the penalties
 
 
@@ -120,7 +121,8 @@ class GenerationOptions:
     cache_salt: str = ""  # prefixes are shared only under equal salts
     deadline_us: int | None = None  # absolute; None: none
     ttft_target_us: int | None = None  # from submission; None: none
-    delivered_before: int = 0  # of the prompt's last tokens, how many an earlier call has delivered; opaque here
+    delivered_before: int = 0  # of the prompt's last tokens, how many an earlier call has delivered
+    stop_texts: tuple[str, ...] = ()  # the driver's text side ends the generation at the first of them; opaque here
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,17 @@ class CloneSequence:
     sequence: SequenceId
     source: SequenceId
     upto: Position
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendSequence:
+    """Lengthen `sequence` by `cells`, which hold the tokens that come next in it: of another sequence, or cached.
+
+    Here and in `OpenSequence` a cell may be one that this very step writes, in an input before the first of `sequence`.
+    """
+
+    sequence: SequenceId
+    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +182,15 @@ class Annotate:
     note: bytes
 
 
-SequenceOp = OpenSequence | CloneSequence | TruncateSequence | DropSequence | SetSampling | Annotate
+SequenceOp = (
+    OpenSequence | CloneSequence | ExtendSequence | TruncateSequence | DropSequence | SetSampling | Annotate
+)
 
 
 class InputFlag(IntFlag):
     WANTS_OUTPUT = 1  # sample one token after the input's last one
     FEEDBACK = 2  # the input is the token sampled last for this sequence; it is on the device, not in `tokens`
+    PROMPT_LOGPROBS = 4  # report how likely the token behind each of the input's tokens is, where that is a given one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +200,7 @@ class StepPlan:
     `sequences`, `starts`, `widths`, `flags`: one entry per input, in packed order.
     `cells`: one per token, packed order. `tokens`: those of the inputs without FEEDBACK, packed order.
     `slice_offsets`, `slice_lengths`, `slice_methods`: tile [0, len(cells)); methods by index in the table.
+    `next_tokens`: one per input with PROMPT_LOGPROBS and without WANTS_OUTPUT, packed order: the token that follows it.
     """
 
     incarnation: Incarnation
@@ -199,11 +216,15 @@ class StepPlan:
     slice_offsets: Sequence[int] = ()
     slice_lengths: Sequence[int] = ()
     slice_methods: Sequence[int] = ()
+    next_tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one generated token: its own, then the likeliest (token, logprob), best first."""
+    """Natural-log probabilities at one token: its own, then the likeliest (token, logprob), best first.
+
+    Those of the model itself, before penalties and temperature; float32 numbers, so that every wire keeps them exact.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -220,6 +241,9 @@ class StepResult:
     step_us: int = 0  # from the step's start to its result, on the worker
     idle_us: int = 0  # from the step before's result to this one's start, on the worker
     forwards: Sequence[int] = ()  # per method of the table: how often it ran in this step
+    # Of the inputs with PROMPT_LOGPROBS, packed order: of the token behind each of theirs, but for the last one of an
+    # input that wants output.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +256,9 @@ class SequenceSnapshot:
     last_sampled: int | None  # sampled and not yet run
     sampling: SamplingParams | None
     note: bytes
+    # From position `logprobs_from` on, one per token that was reported and is still held, the sampled one included.
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    logprobs_from: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

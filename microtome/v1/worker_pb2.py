@@ -22,51 +22,56 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from microtome.v1 import logprobs_pb2 as microtome_dot_v1_dot_logprobs__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19microtome/v1/worker.proto\x12\x0cmicrotome.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xca\x02\n\x10\x44\x65scribeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x14\n\x0cusable_cells\x18\x07 \x01(\r\x12\x14\n\x0cscratch_cell\x18\x08 \x01(\r\x12\x15\n\rmax_sequences\x18\t \x01(\r\x12\x1a\n\x12max_session_tokens\x18\n \x01(\r\x12\x0f\n\x07windows\x18\x0b \x03(\r\x12%\n\x07methods\x18\x0c \x03(\x0b\x32\x14.microtome.v1.Method\x12\x14\n\x0ctable_digest\x18\r \x01(\x06\x12\x17\n\x0fmax_output_rows\x18\x0e \x01(\r\"\x8f\x01\n\x06Method\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x11\n\tis_static\x18\x04 \x01(\x08\x12\x10\n\x08min_rows\x18\x05 \x01(\r\x12\x0f\n\x07\x63ost_us\x18\x06 \x01(\x04\x12\x19\n\x11\x63ost_ns_per_token\x18\x07 \x01(\x04\"\x90\x02\n\x08StepPlan\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0ctable_digest\x18\x03 \x01(\x06\x12%\n\x03ops\x18\x04 \x03(\x0b\x32\x18.microtome.v1.SequenceOp\x12\x11\n\tsequences\x18\x05 \x03(\r\x12\x0e\n\x06starts\x18\x06 \x03(\r\x12\x0e\n\x06widths\x18\x07 \x03(\r\x12\r\n\x05\x66lags\x18\x08 \x03(\r\x12\r\n\x05\x63\x65lls\x18\t \x03(\r\x12\x0e\n\x06tokens\x18\n \x03(\r\x12\x15\n\rslice_offsets\x18\x0b \x03(\r\x12\x15\n\rslice_lengths\x18\x0c \x03(\r\x12\x15\n\rslice_methods\x18\r \x03(\r\"\xab\x02\n\nSequenceOp\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.microtome.v1.OpenSequenceH\x00\x12,\n\x05\x63lone\x18\x02 \x01(\x0b\x32\x1b.microtome.v1.CloneSequenceH\x00\x12\x32\n\x08truncate\x18\x03 \x01(\x0b\x32\x1e.microtome.v1.TruncateSequenceH\x00\x12*\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x1a.microtome.v1.DropSequenceH\x00\x12\x31\n\x0cset_sampling\x18\x05 \x01(\x0b\x32\x19.microtome.v1.SetSamplingH\x00\x12*\n\x08\x61nnotate\x18\x06 \x01(\x0b\x32\x16.microtome.v1.AnnotateH\x00\x42\x04\n\x02op\"/\n\x0cOpenSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\r\n\x05\x63\x65lls\x18\x02 \x03(\r\"?\n\rCloneSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x0c\n\x04upto\x18\x03 \x01(\r\"4\n\x10TruncateSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\" \n\x0c\x44ropSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\"I\n\x0bSetSampling\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.microtome.v1.Sampling\"*\n\x08\x41nnotate\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04note\x18\x02 \x01(\x0c\"\xfa\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x13\n\x0b\x62ias_tokens\x18\t \x03(\r\x12\x13\n\x0b\x62ias_values\x18\n \x03(\x01\x12\x16\n\x0e\x61llowed_tokens\x18\x0b \x03(\r\x12\x1b\n\x13restrict_to_allowed\x18\x0c \x01(\x08\x12\x15\n\rbanned_tokens\x18\r \x03(\r\x12\x16\n\x0emin_new_tokens\x18\x0e \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0f \x03(\r\x12\x10\n\x08logprobs\x18\x10 \x01(\r\x12\x15\n\rprompt_tokens\x18\x11 \x01(\r\"\xca\x01\n\nStepResult\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.microtome.v1.TokenLogprobs\x12\x0f\n\x07step_us\x18\x05 \x01(\x04\x12\x0f\n\x07idle_us\x18\x06 \x01(\x04\x12\x10\n\x08\x66orwards\x18\x07 \x03(\r\x12&\n\x05\x66\x61ult\x18\x08 \x01(\x0b\x32\x17.microtome.v1.StepFault\"-\n\tStepFault\x12\x0f\n\x07refused\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"[\n\rTokenLogprobs\x12\x0f\n\x07present\x18\x01 \x01(\x08\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x12\n\ntop_tokens\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\x11\n\x0fSnapshotRequest\"j\n\x10SnapshotResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x11\n\tlast_step\x18\x02 \x01(\x04\x12.\n\tsequences\x18\x03 \x03(\x0b\x32\x1b.microtome.v1.SequenceState\"\xa4\x01\n\rSequenceState\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\r\n\x05\x63\x65lls\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x19\n\x0clast_sampled\x18\x04 \x01(\rH\x00\x88\x01\x01\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.microtome.v1.Sampling\x12\x0c\n\x04note\x18\x06 \x01(\x0c\x42\x0f\n\r_last_sampled2\xdf\x01\n\x06Worker\x12I\n\x08\x44\x65scribe\x12\x1d.microtome.v1.DescribeRequest\x1a\x1e.microtome.v1.DescribeResponse\x12=\n\x05Steps\x12\x16.microtome.v1.StepPlan\x1a\x18.microtome.v1.StepResult(\x01\x30\x01\x12K\n\x08Snapshot\x12\x1d.microtome.v1.SnapshotRequest\x1a\x1e.microtome.v1.SnapshotResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19microtome/v1/worker.proto\x12\x0cmicrotome.v1\x1a\x1bmicrotome/v1/logprobs.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xca\x02\n\x10\x44\x65scribeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x14\n\x0cusable_cells\x18\x07 \x01(\r\x12\x14\n\x0cscratch_cell\x18\x08 \x01(\r\x12\x15\n\rmax_sequences\x18\t \x01(\r\x12\x1a\n\x12max_session_tokens\x18\n \x01(\r\x12\x0f\n\x07windows\x18\x0b \x03(\r\x12%\n\x07methods\x18\x0c \x03(\x0b\x32\x14.microtome.v1.Method\x12\x14\n\x0ctable_digest\x18\r \x01(\x06\x12\x17\n\x0fmax_output_rows\x18\x0e \x01(\r\"\x8f\x01\n\x06Method\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x11\n\tis_static\x18\x04 \x01(\x08\x12\x10\n\x08min_rows\x18\x05 \x01(\r\x12\x0f\n\x07\x63ost_us\x18\x06 \x01(\x04\x12\x19\n\x11\x63ost_ns_per_token\x18\x07 \x01(\x04\"\xa5\x02\n\x08StepPlan\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x14\n\x0ctable_digest\x18\x03 \x01(\x06\x12%\n\x03ops\x18\x04 \x03(\x0b\x32\x18.microtome.v1.SequenceOp\x12\x11\n\tsequences\x18\x05 \x03(\r\x12\x0e\n\x06starts\x18\x06 \x03(\r\x12\x0e\n\x06widths\x18\x07 \x03(\r\x12\r\n\x05\x66lags\x18\x08 \x03(\r\x12\r\n\x05\x63\x65lls\x18\t \x03(\r\x12\x0e\n\x06tokens\x18\n \x03(\r\x12\x15\n\rslice_offsets\x18\x0b \x03(\r\x12\x15\n\rslice_lengths\x18\x0c \x03(\r\x12\x15\n\rslice_methods\x18\r \x03(\r\x12\x13\n\x0bnext_tokens\x18\x0e \x03(\r\"\xdb\x02\n\nSequenceOp\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.microtome.v1.OpenSequenceH\x00\x12,\n\x05\x63lone\x18\x02 \x01(\x0b\x32\x1b.microtome.v1.CloneSequenceH\x00\x12\x32\n\x08truncate\x18\x03 \x01(\x0b\x32\x1e.microtome.v1.TruncateSequenceH\x00\x12*\n\x04\x64rop\x18\x04 \x01(\x0b\x32\x1a.microtome.v1.DropSequenceH\x00\x12\x31\n\x0cset_sampling\x18\x05 \x01(\x0b\x32\x19.microtome.v1.SetSamplingH\x00\x12*\n\x08\x61nnotate\x18\x06 \x01(\x0b\x32\x16.microtome.v1.AnnotateH\x00\x12.\n\x06\x65xtend\x18\x07 \x01(\x0b\x32\x1c.microtome.v1.ExtendSequenceH\x00\x42\x04\n\x02op\"/\n\x0cOpenSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\r\n\x05\x63\x65lls\x18\x02 \x03(\r\"1\n\x0e\x45xtendSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\r\n\x05\x63\x65lls\x18\x02 \x03(\r\"?\n\rCloneSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0e\n\x06source\x18\x02 \x01(\r\x12\x0c\n\x04upto\x18\x03 \x01(\r\"4\n\x10TruncateSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\" \n\x0c\x44ropSequence\x12\x10\n\x08sequence\x18\x01 \x01(\r\"I\n\x0bSetSampling\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12(\n\x08sampling\x18\x02 \x01(\x0b\x32\x16.microtome.v1.Sampling\"*\n\x08\x41nnotate\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\x0c\n\x04note\x18\x02 \x01(\x0c\"\xbe\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x13\n\x0b\x62ias_tokens\x18\t \x03(\r\x12\x13\n\x0b\x62ias_values\x18\n \x03(\x01\x12\x16\n\x0e\x61llowed_tokens\x18\x0b \x03(\r\x12\x1b\n\x13restrict_to_allowed\x18\x0c \x01(\x08\x12\x15\n\rbanned_tokens\x18\r \x03(\r\x12\x16\n\x0emin_new_tokens\x18\x0e \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0f \x03(\r\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x11 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xaf\x02\n\nStepResult\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x31\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.microtome.v1.TokenLogprobsB\x02\x18\x01\x12\x0f\n\x07step_us\x18\x05 \x01(\x04\x12\x0f\n\x07idle_us\x18\x06 \x01(\x04\x12\x10\n\x08\x66orwards\x18\x07 \x03(\r\x12&\n\x05\x66\x61ult\x18\x08 \x01(\x0b\x32\x17.microtome.v1.StepFault\x12.\n\x0etoken_logprobs\x18\t \x01(\x0b\x32\x16.microtome.v1.Logprobs\x12/\n\x0fprompt_logprobs\x18\n \x01(\x0b\x32\x16.microtome.v1.Logprobs\"-\n\tStepFault\x12\x0f\n\x07refused\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"[\n\rTokenLogprobs\x12\x0f\n\x07present\x18\x01 \x01(\x08\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x12\n\ntop_tokens\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\x11\n\x0fSnapshotRequest\"j\n\x10SnapshotResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x11\n\tlast_step\x18\x02 \x01(\x04\x12.\n\tsequences\x18\x03 \x03(\x0b\x32\x1b.microtome.v1.SequenceState\"\xe5\x01\n\rSequenceState\x12\x10\n\x08sequence\x18\x01 \x01(\r\x12\r\n\x05\x63\x65lls\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x19\n\x0clast_sampled\x18\x04 \x01(\rH\x00\x88\x01\x01\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.microtome.v1.Sampling\x12\x0c\n\x04note\x18\x06 \x01(\x0c\x12\x15\n\rlogprobs_from\x18\x07 \x01(\r\x12(\n\x08logprobs\x18\x08 \x01(\x0b\x32\x16.microtome.v1.LogprobsB\x0f\n\r_last_sampled2\xdf\x01\n\x06Worker\x12I\n\x08\x44\x65scribe\x12\x1d.microtome.v1.DescribeRequest\x1a\x1e.microtome.v1.DescribeResponse\x12=\n\x05Steps\x12\x16.microtome.v1.StepPlan\x1a\x18.microtome.v1.StepResult(\x01\x30\x01\x12K\n\x08Snapshot\x12\x1d.microtome.v1.SnapshotRequest\x1a\x1e.microtome.v1.SnapshotResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'microtome.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DESCRIBEREQUEST']._serialized_start=43
-  _globals['_DESCRIBEREQUEST']._serialized_end=60
-  _globals['_DESCRIBERESPONSE']._serialized_start=63
-  _globals['_DESCRIBERESPONSE']._serialized_end=393
-  _globals['_METHOD']._serialized_start=396
-  _globals['_METHOD']._serialized_end=539
-  _globals['_STEPPLAN']._serialized_start=542
-  _globals['_STEPPLAN']._serialized_end=814
-  _globals['_SEQUENCEOP']._serialized_start=817
-  _globals['_SEQUENCEOP']._serialized_end=1116
-  _globals['_OPENSEQUENCE']._serialized_start=1118
-  _globals['_OPENSEQUENCE']._serialized_end=1165
-  _globals['_CLONESEQUENCE']._serialized_start=1167
-  _globals['_CLONESEQUENCE']._serialized_end=1230
-  _globals['_TRUNCATESEQUENCE']._serialized_start=1232
-  _globals['_TRUNCATESEQUENCE']._serialized_end=1284
-  _globals['_DROPSEQUENCE']._serialized_start=1286
-  _globals['_DROPSEQUENCE']._serialized_end=1318
-  _globals['_SETSAMPLING']._serialized_start=1320
-  _globals['_SETSAMPLING']._serialized_end=1393
-  _globals['_ANNOTATE']._serialized_start=1395
-  _globals['_ANNOTATE']._serialized_end=1437
-  _globals['_SAMPLING']._serialized_start=1440
-  _globals['_SAMPLING']._serialized_end=1818
-  _globals['_STEPRESULT']._serialized_start=1821
-  _globals['_STEPRESULT']._serialized_end=2023
-  _globals['_STEPFAULT']._serialized_start=2025
-  _globals['_STEPFAULT']._serialized_end=2070
-  _globals['_TOKENLOGPROBS']._serialized_start=2072
-  _globals['_TOKENLOGPROBS']._serialized_end=2163
-  _globals['_SNAPSHOTREQUEST']._serialized_start=2165
-  _globals['_SNAPSHOTREQUEST']._serialized_end=2182
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=2184
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=2290
-  _globals['_SEQUENCESTATE']._serialized_start=2293
-  _globals['_SEQUENCESTATE']._serialized_end=2457
-  _globals['_WORKER']._serialized_start=2460
-  _globals['_WORKER']._serialized_end=2683
+  _globals['_STEPRESULT'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_STEPRESULT'].fields_by_name['logprobs']._serialized_options = b'\030\001'
+  _globals['_DESCRIBEREQUEST']._serialized_start=72
+  _globals['_DESCRIBEREQUEST']._serialized_end=89
+  _globals['_DESCRIBERESPONSE']._serialized_start=92
+  _globals['_DESCRIBERESPONSE']._serialized_end=422
+  _globals['_METHOD']._serialized_start=425
+  _globals['_METHOD']._serialized_end=568
+  _globals['_STEPPLAN']._serialized_start=571
+  _globals['_STEPPLAN']._serialized_end=864
+  _globals['_SEQUENCEOP']._serialized_start=867
+  _globals['_SEQUENCEOP']._serialized_end=1214
+  _globals['_OPENSEQUENCE']._serialized_start=1216
+  _globals['_OPENSEQUENCE']._serialized_end=1263
+  _globals['_EXTENDSEQUENCE']._serialized_start=1265
+  _globals['_EXTENDSEQUENCE']._serialized_end=1314
+  _globals['_CLONESEQUENCE']._serialized_start=1316
+  _globals['_CLONESEQUENCE']._serialized_end=1379
+  _globals['_TRUNCATESEQUENCE']._serialized_start=1381
+  _globals['_TRUNCATESEQUENCE']._serialized_end=1433
+  _globals['_DROPSEQUENCE']._serialized_start=1435
+  _globals['_DROPSEQUENCE']._serialized_end=1467
+  _globals['_SETSAMPLING']._serialized_start=1469
+  _globals['_SETSAMPLING']._serialized_end=1542
+  _globals['_ANNOTATE']._serialized_start=1544
+  _globals['_ANNOTATE']._serialized_end=1586
+  _globals['_SAMPLING']._serialized_start=1589
+  _globals['_SAMPLING']._serialized_end=2035
+  _globals['_STEPRESULT']._serialized_start=2038
+  _globals['_STEPRESULT']._serialized_end=2341
+  _globals['_STEPFAULT']._serialized_start=2343
+  _globals['_STEPFAULT']._serialized_end=2388
+  _globals['_TOKENLOGPROBS']._serialized_start=2390
+  _globals['_TOKENLOGPROBS']._serialized_end=2481
+  _globals['_SNAPSHOTREQUEST']._serialized_start=2483
+  _globals['_SNAPSHOTREQUEST']._serialized_end=2500
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=2502
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=2608
+  _globals['_SEQUENCESTATE']._serialized_start=2611
+  _globals['_SEQUENCESTATE']._serialized_end=2840
+  _globals['_WORKER']._serialized_start=2843
+  _globals['_WORKER']._serialized_end=3066
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from microtome.v1 import logprobs_pb2 as _logprobs_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -61,7 +62,7 @@ class Method(_message.Message):
     def __init__(self, name: _Optional[str] = ..., min_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., is_static: _Optional[bool] = ..., min_rows: _Optional[int] = ..., cost_us: _Optional[int] = ..., cost_ns_per_token: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("incarnation", "step", "table_digest", "ops", "sequences", "starts", "widths", "flags", "cells", "tokens", "slice_offsets", "slice_lengths", "slice_methods")
+    __slots__ = ("incarnation", "step", "table_digest", "ops", "sequences", "starts", "widths", "flags", "cells", "tokens", "slice_offsets", "slice_lengths", "slice_methods", "next_tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TABLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +76,7 @@ class StepPlan(_message.Message):
     SLICE_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     SLICE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     SLICE_METHODS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: bytes
     step: int
     table_digest: int
@@ -88,25 +90,36 @@ class StepPlan(_message.Message):
     slice_offsets: _containers.RepeatedScalarFieldContainer[int]
     slice_lengths: _containers.RepeatedScalarFieldContainer[int]
     slice_methods: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnation: _Optional[bytes] = ..., step: _Optional[int] = ..., table_digest: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[SequenceOp, _Mapping]]] = ..., sequences: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., widths: _Optional[_Iterable[int]] = ..., flags: _Optional[_Iterable[int]] = ..., cells: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., slice_offsets: _Optional[_Iterable[int]] = ..., slice_lengths: _Optional[_Iterable[int]] = ..., slice_methods: _Optional[_Iterable[int]] = ...) -> None: ...
+    next_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[bytes] = ..., step: _Optional[int] = ..., table_digest: _Optional[int] = ..., ops: _Optional[_Iterable[_Union[SequenceOp, _Mapping]]] = ..., sequences: _Optional[_Iterable[int]] = ..., starts: _Optional[_Iterable[int]] = ..., widths: _Optional[_Iterable[int]] = ..., flags: _Optional[_Iterable[int]] = ..., cells: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., slice_offsets: _Optional[_Iterable[int]] = ..., slice_lengths: _Optional[_Iterable[int]] = ..., slice_methods: _Optional[_Iterable[int]] = ..., next_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceOp(_message.Message):
-    __slots__ = ("open", "clone", "truncate", "drop", "set_sampling", "annotate")
+    __slots__ = ("open", "clone", "truncate", "drop", "set_sampling", "annotate", "extend")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CLONE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
     SET_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ANNOTATE_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
     open: OpenSequence
     clone: CloneSequence
     truncate: TruncateSequence
     drop: DropSequence
     set_sampling: SetSampling
     annotate: Annotate
-    def __init__(self, open: _Optional[_Union[OpenSequence, _Mapping]] = ..., clone: _Optional[_Union[CloneSequence, _Mapping]] = ..., truncate: _Optional[_Union[TruncateSequence, _Mapping]] = ..., drop: _Optional[_Union[DropSequence, _Mapping]] = ..., set_sampling: _Optional[_Union[SetSampling, _Mapping]] = ..., annotate: _Optional[_Union[Annotate, _Mapping]] = ...) -> None: ...
+    extend: ExtendSequence
+    def __init__(self, open: _Optional[_Union[OpenSequence, _Mapping]] = ..., clone: _Optional[_Union[CloneSequence, _Mapping]] = ..., truncate: _Optional[_Union[TruncateSequence, _Mapping]] = ..., drop: _Optional[_Union[DropSequence, _Mapping]] = ..., set_sampling: _Optional[_Union[SetSampling, _Mapping]] = ..., annotate: _Optional[_Union[Annotate, _Mapping]] = ..., extend: _Optional[_Union[ExtendSequence, _Mapping]] = ...) -> None: ...
 
 class OpenSequence(_message.Message):
+    __slots__ = ("sequence", "cells")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    cells: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., cells: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExtendSequence(_message.Message):
     __slots__ = ("sequence", "cells")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CELLS_FIELD_NUMBER: _ClassVar[int]
@@ -155,7 +168,7 @@ class Annotate(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., note: _Optional[bytes] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_tokens", "bias_values", "allowed_tokens", "restrict_to_allowed", "banned_tokens", "min_new_tokens", "stop_token_ids", "logprobs", "prompt_tokens")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_tokens", "bias_values", "allowed_tokens", "restrict_to_allowed", "banned_tokens", "min_new_tokens", "stop_token_ids", "logprobs", "prompt_tokens", "prompt_logprobs")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +186,7 @@ class Sampling(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -190,10 +204,11 @@ class Sampling(_message.Message):
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: int
     prompt_tokens: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., restrict_to_allowed: _Optional[bool] = ..., banned_tokens: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., restrict_to_allowed: _Optional[bool] = ..., banned_tokens: _Optional[_Iterable[int]] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("incarnation", "step", "tokens", "logprobs", "step_us", "idle_us", "forwards", "fault")
+    __slots__ = ("incarnation", "step", "tokens", "logprobs", "step_us", "idle_us", "forwards", "fault", "token_logprobs", "prompt_logprobs")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +217,8 @@ class StepResult(_message.Message):
     IDLE_US_FIELD_NUMBER: _ClassVar[int]
     FORWARDS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     incarnation: bytes
     step: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -210,7 +227,9 @@ class StepResult(_message.Message):
     idle_us: int
     forwards: _containers.RepeatedScalarFieldContainer[int]
     fault: StepFault
-    def __init__(self, incarnation: _Optional[bytes] = ..., step: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., step_us: _Optional[int] = ..., idle_us: _Optional[int] = ..., forwards: _Optional[_Iterable[int]] = ..., fault: _Optional[_Union[StepFault, _Mapping]] = ...) -> None: ...
+    token_logprobs: _logprobs_pb2.Logprobs
+    prompt_logprobs: _logprobs_pb2.Logprobs
+    def __init__(self, incarnation: _Optional[bytes] = ..., step: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., step_us: _Optional[int] = ..., idle_us: _Optional[int] = ..., forwards: _Optional[_Iterable[int]] = ..., fault: _Optional[_Union[StepFault, _Mapping]] = ..., token_logprobs: _Optional[_Union[_logprobs_pb2.Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_logprobs_pb2.Logprobs, _Mapping]] = ...) -> None: ...
 
 class StepFault(_message.Message):
     __slots__ = ("refused", "message")
@@ -247,17 +266,21 @@ class SnapshotResponse(_message.Message):
     def __init__(self, incarnation: _Optional[bytes] = ..., last_step: _Optional[int] = ..., sequences: _Optional[_Iterable[_Union[SequenceState, _Mapping]]] = ...) -> None: ...
 
 class SequenceState(_message.Message):
-    __slots__ = ("sequence", "cells", "tokens", "last_sampled", "sampling", "note")
+    __slots__ = ("sequence", "cells", "tokens", "last_sampled", "sampling", "note", "logprobs_from", "logprobs")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CELLS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAST_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FROM_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     cells: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     last_sampled: int
     sampling: Sampling
     note: bytes
-    def __init__(self, sequence: _Optional[int] = ..., cells: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., last_sampled: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., note: _Optional[bytes] = ...) -> None: ...
+    logprobs_from: int
+    logprobs: _logprobs_pb2.Logprobs
+    def __init__(self, sequence: _Optional[int] = ..., cells: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., last_sampled: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., note: _Optional[bytes] = ..., logprobs_from: _Optional[int] = ..., logprobs: _Optional[_Union[_logprobs_pb2.Logprobs, _Mapping]] = ...) -> None: ...

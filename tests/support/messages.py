@@ -8,6 +8,7 @@ from microtome.planner.types import (
     Capability,
     CloneSequence,
     DropSequence,
+    ExtendSequence,
     MethodSpec,
     MethodTable,
     OpenSequence,
@@ -44,13 +45,15 @@ sampling = st.builds(
     banned_tokens=ids,
     min_new_tokens=uint32,
     stop_token_ids=ids,
-    logprobs=uint32,
+    logprobs=st.none() | uint32,
     prompt_tokens=uint32,
+    prompt_logprobs=st.none() | uint32,
 )
 
 operation = st.one_of(
     st.builds(OpenSequence, uint32, ids),
     st.builds(CloneSequence, uint32, uint32, uint32),
+    st.builds(ExtendSequence, uint32, ids),
     st.builds(TruncateSequence, uint32, uint32),
     st.builds(DropSequence, uint32),
     st.builds(SetSampling, uint32, sampling),
@@ -72,9 +75,11 @@ plan = st.builds(
     slice_offsets=column,
     slice_lengths=column,
     slice_methods=column,
+    next_tokens=column,
 )
 
-logprobs = st.none() | st.builds(TokenLogprobs, real32, st.lists(st.tuples(uint32, real32), max_size=3).map(tuple))
+known_logprobs = st.builds(TokenLogprobs, real32, st.lists(st.tuples(uint32, real32), max_size=3).map(tuple))
+logprobs = st.none() | known_logprobs
 
 result = st.builds(
     StepResult,
@@ -82,6 +87,7 @@ result = st.builds(
     step=uint64,
     tokens=column,
     logprobs=st.lists(logprobs, max_size=4).map(tuple),
+    prompt_logprobs=st.lists(known_logprobs, max_size=4).map(tuple),
     step_us=uint64,
     idle_us=uint64,
     forwards=column,
@@ -125,6 +131,8 @@ sequence = st.builds(
     last_sampled=st.none() | uint32,
     sampling=st.none() | sampling,
     note=st.binary(max_size=20),
+    logprobs=st.lists(logprobs, max_size=4).map(tuple),
+    logprobs_from=uint32,
 )
 
 snapshot = st.builds(

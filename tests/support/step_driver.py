@@ -30,11 +30,16 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class Work:
-    """An input by hand. `tokens` None: feed back the token sampled last."""
+    """An input by hand. `tokens` None: feed back the token sampled last.
+
+    `asks`: how likely each token behind one of these is; `next_token`: the one behind the last, if no output is wanted.
+    """
 
     sequence: int
     tokens: Sequence[int] | None = None
     wants_output: bool = True
+    asks: bool = False
+    next_token: int = 0
 
 
 class StepDriver:
@@ -88,7 +93,9 @@ class StepDriver:
             starts.append(lengths[item.sequence])
             widths.append(width)
             feedback = InputFlag.FEEDBACK if item.tokens is None else InputFlag(0)
-            flags.append(int(feedback | (InputFlag.WANTS_OUTPUT if item.wants_output else InputFlag(0))))
+            wants_output = InputFlag.WANTS_OUTPUT if item.wants_output else InputFlag(0)
+            asks = InputFlag.PROMPT_LOGPROBS if item.asks else InputFlag(0)
+            flags.append(int(feedback | wants_output | asks))
             cells += [free.pop() for _ in range(width)]
             tokens += item.tokens or []
             lengths[item.sequence] += width
@@ -107,6 +114,7 @@ class StepDriver:
             slice_offsets=[forward.offset for forward in forwards],
             slice_lengths=[forward.length for forward in forwards],
             slice_methods=[forward.method for forward in forwards],
+            next_tokens=[item.next_token for item in work if item.asks and not item.wants_output],
         )
 
     def step(self, *work: Work) -> list[int]:

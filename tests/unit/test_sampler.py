@@ -212,9 +212,9 @@ def test_logprobs_are_the_models_own_whatever_the_policy() -> None:
         answer = sampled.logprobs[index]
         assert answer is not None
         best = own[index].topk(count)
-        assert answer.logprob == pytest.approx(float(own[index, sampled.tokens[index]]), abs=1e-12)
+        assert answer.logprob == pytest.approx(float(own[index, sampled.tokens[index]]), abs=1e-6)
         assert [token for token, _ in answer.top] == best.indices.tolist()
-        assert [value for _, value in answer.top] == pytest.approx(best.values.tolist(), abs=1e-12)
+        assert [value for _, value in answer.top] == pytest.approx(best.values.tolist(), abs=1e-6)
     assert sampled.tokens[1] != banned == sampled.logprobs[1].top[0][0]  # type: ignore[union-attr]
 
 

@@ -31,6 +31,7 @@ from microtome.planner.types import (
     TruncateSequence,
 )
 from microtome.v1 import worker_pb2 as pb
+from microtome.v1.logprobs_pb2 import Logprobs
 from tests.support import messages
 
 OLD_BYTES = Path(__file__).resolve().parents[1] / "data" / "worker_v1"
@@ -52,7 +53,10 @@ SAMPLING = SamplingParams(
     stop_token_ids=(0, 2),
     logprobs=4,
     prompt_tokens=17,
+    prompt_logprobs=0,
 )
+
+OLD_SAMPLING = dataclasses.replace(SAMPLING, prompt_logprobs=None)
 
 PLAN = StepPlan(
     incarnation=WHO,
@@ -75,6 +79,7 @@ PLAN = StepPlan(
     slice_offsets=[0, 3],
     slice_lengths=[3, 1],
     slice_methods=[2, 0],
+    next_tokens=[104],
 )
 
 RESULT = StepResult(
@@ -85,6 +90,7 @@ RESULT = StepResult(
     step_us=10_000,
     idle_us=21,
     forwards=[1, 0, 1],
+    prompt_logprobs=(TokenLogprobs(-7.5), TokenLogprobs(-0.5, ((3, -0.5),))),
 )
 
 FAULT = wire.StepFault(incarnation=WHO, step=StepNumber(42), refused=True, message="step 42 skips ahead")
@@ -123,6 +129,8 @@ SNAPSHOT = wire.Snapshot(
             last_sampled=0,
             sampling=SAMPLING,
             note=b"\x00note",
+            logprobs=(None, TokenLogprobs(-0.25, ((11, -0.25), (13, -2.0)))),
+            logprobs_from=1,
         ),
         SequenceSnapshot(sequence=SequenceId(5), cells=(), tokens=(), last_sampled=None, sampling=None, note=b""),
     ),
@@ -271,6 +279,27 @@ def test_pairs_of_columns_of_different_length_are_refused() -> None:
     result = pb.StepResult(logprobs=[pb.TokenLogprobs(present=True, top_tokens=[1])])
     with pytest.raises(BadInput, match="1 likely tokens have 0 log-probabilities"):
         wire.answer_from_message(result)
+    with pytest.raises(BadInput, match="2 tokens have 1 log-probabilities"):
+        wire.logprobs_from_message(Logprobs(counts=[1, 0, 1], logprobs=[-0.5]))
+    with pytest.raises(BadInput, match="1 likely tokens have 2 ids and 1 log-probabilities"):
+        wire.logprobs_from_message(Logprobs(counts=[2], logprobs=[-0.5], top_tokens=[1, 2], top_logprobs=[-0.5]))
+    with pytest.raises(BadInput, match="1 of 2 prompt tokens have no log-probability"):
+        wire.answer_from_message(pb.StepResult(prompt_logprobs=Logprobs(counts=[1, 0], logprobs=[-0.5])))
+
+
+def test_nothing_is_sent_of_log_probabilities_when_nobody_asks() -> None:
+    sent = wire.answer_to_message(dataclasses.replace(RESULT, logprobs=(), prompt_logprobs=()))
+    assert not sent.HasField("token_logprobs")
+    assert not sent.HasField("prompt_logprobs")
+    assert not sent.logprobs
+
+
+def test_a_log_probability_takes_ten_bytes_and_no_message_of_its_own() -> None:
+    beside = tuple((40_000 + token, -1.5) for token in range(20))
+    asked = dataclasses.replace(RESULT, tokens=[1] * 256, logprobs=(TokenLogprobs(-1.0, beside),) * 256)
+    quiet = dataclasses.replace(asked, logprobs=())
+    extra = wire.answer_to_message(asked).ByteSize() - wire.answer_to_message(quiet).ByteSize()
+    assert extra < 10 * 256 * 21
 
 
 def test_snapshot_messages_of_two_steps_are_refused() -> None:
@@ -287,12 +316,15 @@ def test_snapshot_messages_of_two_steps_are_refused() -> None:
 
 def test_old_bytes_of_a_plan_still_say_the_same() -> None:
     old = pb.StepPlan.FromString((OLD_BYTES / "step_plan.bin").read_bytes())
-    assert wire.plan_from_message(old) == PLAN
+    ops = tuple(
+        dataclasses.replace(op, sampling=OLD_SAMPLING) if isinstance(op, SetSampling) else op for op in PLAN.ops
+    )
+    assert wire.plan_from_message(old) == dataclasses.replace(PLAN, ops=ops, next_tokens=[])
 
 
 def test_old_bytes_of_answers_still_say_the_same() -> None:
     old = pb.StepResult.FromString((OLD_BYTES / "step_result.bin").read_bytes())
-    assert wire.answer_from_message(old) == RESULT
+    assert wire.answer_from_message(old) == dataclasses.replace(RESULT, prompt_logprobs=())
     old = pb.StepResult.FromString((OLD_BYTES / "step_fault.bin").read_bytes())
     assert wire.answer_from_message(old) == FAULT
 
@@ -304,4 +336,6 @@ def test_old_bytes_of_a_capability_still_say_the_same() -> None:
 
 def test_old_bytes_of_a_snapshot_still_say_the_same() -> None:
     old = pb.SnapshotResponse.FromString((OLD_BYTES / "snapshot_response.bin").read_bytes())
-    assert wire.snapshot_from_messages([old]) == SNAPSHOT
+    first, second = SNAPSHOT.sequences
+    first = dataclasses.replace(first, sampling=OLD_SAMPLING, logprobs=(), logprobs_from=0)
+    assert wire.snapshot_from_messages([old]) == dataclasses.replace(SNAPSHOT, sequences=(first, second))

@@ -1,0 +1,126 @@
+"""How likely tokens are, and which are likeliest, from a forward's logits; and those of a sequence, kept for a while.
+
+Natural logarithms of the model's own probabilities, normalised in float64 and rounded to float32, so that no wire, file
+or language on their way changes one. The likeliest are in order of their logits, ties by lower id. Whole rows are
+widened a few at a time: what is computed with takes little room, however many rows there are.
+
+R rows, V vocabulary, M likeliest tokens.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from microtome.planner.types import TokenLogprobs
+
+_ROWS_AT_A_TIME = 16
+KEPT_NUMBERS = 1 << 17  # of one sequence at most: 1 MiB, which is 3000 tokens with 20 likeliest each
+
+
+def order_keys(logits_RV: Tensor) -> Tensor:
+    """Int64 keys, no two alike in a row: larger for a larger float32 logit, then for a lower id."""
+    bits = (logits_RV + 0.0).view(torch.int32).to(torch.int64)  # + 0.0: there is one zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    identifiers = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    return (ordered << 32) + (0xFFFFFFFF - identifiers)
+
+
+def logprob_table(logits_RV: Tensor, tokens_R: Tensor, count: int) -> Tensor:
+    """Per row the token's log-probability, the M = min(count, V) likeliest tokens, and theirs: float64 [R, 1 + 2M].
+
+    A token id is exact in float64, so all travels in one array. Logits with a NaN give NaNs.
+    """
+    count = min(count, logits_RV.shape[-1])
+    parts = []
+    for begin in range(0, len(logits_RV), _ROWS_AT_A_TIME):
+        some_RV = logits_RV[begin : begin + _ROWS_AT_A_TIME].to(torch.float32)
+        total_R1 = torch.logsumexp(some_RV.to(torch.float64), dim=-1, keepdim=True)
+        own_R1 = tokens_R[begin : begin + _ROWS_AT_A_TIME, None]
+        top_RM = torch.topk(order_keys(some_RV), count, dim=-1).indices if count else own_R1[:, :0]
+        values = some_RV.gather(-1, torch.cat((own_R1, top_RM), dim=-1)).to(torch.float64) - total_R1
+        values = values.to(torch.float32).to(torch.float64)
+        parts.append(torch.cat((values[:, :1], top_RM.to(torch.float64), values[:, 1:]), dim=-1))
+    return torch.cat(parts)
+
+
+def read_table(lines: Sequence[Sequence[float]], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """A table brought to the host, line by line with the first `counts[i]` of its likeliest tokens."""
+    read = []
+    for line, count in zip(lines, counts, strict=True):
+        top = len(line) // 2
+        count = min(count, top)
+        likeliest = zip(map(int, line[1 : 1 + count]), line[1 + top : 1 + top + count], strict=True)
+        read.append(TokenLogprobs(line[0], tuple(likeliest)))
+    return read
+
+
+class KeptLogprobs:
+    """What was reported of one sequence's newest tokens, position by position without a gap, packed.
+
+    Beyond `KEPT_NUMBERS` the oldest are forgotten.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start  # position of the first
+        self._counts = array("H")  # per token 0, or 1 + how many likeliest
+        self._own = array("f")
+        self._tokens = array("I")
+        self._values = array("f")
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self._counts)
+
+    def put(self, position: int, logprobs: TokenLogprobs | None) -> None:
+        """Of the token at `position`; what was kept from there on is forgotten, and all of it where a gap would be."""
+        if position < self.end:
+            self.cut(position)
+        if position != self.end:
+            self.cut(self.start)
+            self.start = position
+        self._counts.append(0 if logprobs is None else 1 + len(logprobs.top))
+        if logprobs is not None:
+            self._own.append(logprobs.logprob)
+            self._tokens.extend([token for token, _ in logprobs.top])
+            self._values.extend([value for _, value in logprobs.top])
+        if len(self._own) + 2 * len(self._values) > KEPT_NUMBERS:
+            self._forget_half()
+
+    def cut(self, position: int) -> None:
+        """Forget what is kept from `position` on."""
+        kept = max(0, position - self.start)
+        if kept < len(self._counts):
+            gone = self._counts[kept:]
+            known = len(gone) - gone.count(0)
+            beside = sum(gone) - known
+            del self._counts[kept:]
+            del self._own[len(self._own) - known :]
+            del self._tokens[len(self._tokens) - beside :]
+            del self._values[len(self._values) - beside :]
+
+    def upto(self, end: int) -> tuple[TokenLogprobs | None, ...]:
+        """Of the tokens from `start` to below `end`."""
+        found: list[TokenLogprobs | None] = []
+        own = at = 0
+        for count in self._counts[: max(0, end - self.start)]:
+            if count == 0:
+                found.append(None)
+                continue
+            last = at + count - 1
+            found.append(
+                TokenLogprobs(self._own[own], tuple(zip(self._tokens[at:last], self._values[at:last], strict=True)))
+            )
+            own, at = own + 1, last
+        return tuple(found)
+
+    def _forget_half(self) -> None:
+        gone = self._counts[: len(self._counts) // 2]
+        known = len(gone) - gone.count(0)
+        beside = sum(gone) - known
+        del self._counts[: len(gone)]
+        del self._own[:known]
+        del self._tokens[:beside]
+        del self._values[:beside]
+        self.start += len(gone)
