@@ -22,11 +22,14 @@ class Host(Protocol):
 
     async def update(self, settings: Mapping[str, str], surge: bool) -> int: ...
 
+    async def scale(self, least: int | None, most: int | None) -> tuple[int, int]: ...
+
     async def generations(self, limit: int) -> pb.ListGenerationsResponse: ...
 
 
 DrainContext = grpc.aio.ServicerContext[pb.DrainWorkerRequest, pb.DrainWorkerResponse]
 UpdateContext = grpc.aio.ServicerContext[pb.UpdateRequest, pb.UpdateResponse]
+ScaleContext = grpc.aio.ServicerContext[pb.ScaleRequest, pb.ScaleResponse]
 ListContext = grpc.aio.ServicerContext[pb.ListGenerationsRequest, pb.ListGenerationsResponse]
 
 
@@ -52,6 +55,17 @@ class Admin(rpc.AdminServicer):
             await _abort(context, error)
         return pb.UpdateResponse(revision=revision)
 
+    async def Scale(self, request: pb.ScaleRequest, context: ScaleContext) -> pb.ScaleResponse:
+        least = request.min_workers if request.HasField("min_workers") else None
+        most = request.max_workers if request.HasField("max_workers") else None
+        try:
+            if least is None and most is None:
+                raise BadConfig("no bound is given: min_workers, max_workers or both")
+            least, most = await self._host.scale(least, most)
+        except BatchingError as error:
+            await _abort(context, error)
+        return pb.ScaleResponse(min_workers=least, max_workers=most)
+
     async def ListGenerations(
         self, request: pb.ListGenerationsRequest, context: ListContext
     ) -> pb.ListGenerationsResponse:
@@ -60,7 +74,7 @@ class Admin(rpc.AdminServicer):
         return await self._host.generations(request.limit or LISTED)
 
 
-async def _abort(context: DrainContext | UpdateContext | ListContext, error: BatchingError) -> NoReturn:
+async def _abort(context: DrainContext | UpdateContext | ScaleContext | ListContext, error: BatchingError) -> NoReturn:
     status = status_of(error)
     await context.abort(status.code, status.details, status.trailing)
     raise AssertionError("abort has raised")

@@ -237,11 +237,6 @@ def address_of(service: str, *, namespace: str = "", ray_address: str | None = N
     return str(_get(_driver_of(service, namespace, ray_address).address.remote(), CALL_TIMEOUT_S))
 
 
-def scale(service: str, least: int, most: int, *, namespace: str = "", ray_address: str | None = None) -> None:
-    """Keep between `least` and `most` workers until the driver restarts. Raises `BadConfig`."""
-    _get(_driver_of(service, namespace, ray_address).scale.remote(least, most), CALL_TIMEOUT_S)
-
-
 def _driver_of(service: str, namespace: str, ray_address: str | None) -> Any:
     names = Names(service, namespace or service)
     _connect(ray_address, names.namespace)

@@ -174,10 +174,13 @@ class DriverHost:
             await store.save(b"")
         elif kept := await store.load():
             self._revisions.restore(kept)
-            current = self._revisions.current
-            self._crew.learn(current, self._revisions[current].runtime)
-            self.front_end.load(current, self._text_loader(self._revisions[current]))
-            self.post(UpdateWorkers(at_us=self.now_us(), revision=current, tried=True))
+            if self._revisions.bounds is not None:
+                least, most = self._revisions.bounds
+                self._scaling = replace(self._scaling, min_workers=least, max_workers=most)
+            if current := self._revisions.current:
+                self._crew.learn(current, self._revisions[current].runtime)
+                self.front_end.load(current, self._text_loader(self._revisions[current]))
+                self.post(UpdateWorkers(at_us=self.now_us(), revision=current, tried=True))
 
     async def wait_ready(self) -> None:
         """Until as many workers as configured can take work. Raises what kept the first one from starting."""
@@ -242,10 +245,17 @@ class DriverHost:
             raise UnknownId(f"no worker {worker!r} is ready")
         await member.ended.wait()
 
-    def scale(self, least: int, most: int) -> None:
-        """Keep between so many workers from now on. Raises `BadConfig`."""
+    async def scale(self, least: int | None = None, most: int | None = None) -> tuple[int, int]:
+        """Keep between so many workers from now on; None: as it is. The bounds in force. Raises `BadConfig`."""
+        least = self._scaling.min_workers if least is None else least
+        most = self._scaling.max_workers if most is None else most
         self._scaling = replace(self._scaling, min_workers=least, max_workers=most)
         self.post(Scale(at_us=self.now_us(), scaling=self._scaling, count=self._crew.ready))
+        self._revisions.bounds = least, most
+        log.info("between %d and %d workers from now on", least, most)
+        if self._store is not None:
+            await self._store.save(self._revisions.encode(self._revisions.current))
+        return least, most
 
     async def update(self, settings: Mapping[str, str], surge: bool) -> int:
         """Replace every worker by one with these settings; returns the new revision when the last old one is gone.

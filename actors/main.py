@@ -62,7 +62,3 @@ class DriverActor:
 
     async def pid(self) -> int:
         return os.getpid()
-
-    async def scale(self, least: int, most: int) -> None:
-        """Raises `BadConfig`."""
-        self._host.scale(least, most)

@@ -1,4 +1,4 @@
-"""The settings that can change while a service runs, by revision: what the workers of each are started with.
+"""What can change while a service runs: the workers' settings, by revision, and how many workers there may be.
 
 Revision 0 is what the service was started with; each update is one more. What a restarted driver has to know is kept
 with a `RevisionStore`. On the driver's event loop.
@@ -26,6 +26,7 @@ class Revisions:
     def __init__(self, config: ServiceConfig) -> None:
         self._configs = {0: config}
         self.current = 0  # what new workers are started with
+        self.bounds: tuple[int, int] | None = None  # fewest and most workers; None: as the service was started
         self._last = 0
 
     def __getitem__(self, revision: int) -> ServiceConfig:
@@ -45,7 +46,8 @@ class Revisions:
     def encode(self, revision: int) -> bytes:
         """What a later driver has to know of it."""
         config = self[revision]
-        return json.dumps({"revision": revision, "model": config.model, "runtime": asdict(config.runtime)}).encode()
+        kept = {"revision": revision, "bounds": self.bounds, "model": config.model, "runtime": asdict(config.runtime)}
+        return json.dumps(kept).encode()
 
     def restore(self, data: bytes) -> None:
         """Go on with the revision that an earlier driver encoded."""
@@ -54,4 +56,5 @@ class Revisions:
             name: tuple(value) if isinstance(value, list) else value for name, value in kept["runtime"].items()
         }
         self.current = self._last = int(kept["revision"])
+        self.bounds = tuple(kept["bounds"]) if kept["bounds"] else None
         self._configs[self.current] = replace(self[0], model=kept["model"], runtime=RuntimeOptions(**runtime))

@@ -24,6 +24,7 @@ from microtome.sampling import (
     positive_seconds,
     request_of,
     resume_request_of,
+    scale_request_of,
     seconds_or_none,
 )
 from microtome.session_requests import clone_request_of, generate_request_of, open_request_of, rewind_request_of
@@ -140,6 +141,15 @@ class AsyncClient:
         stub = admin_pb2_grpc.AdminStub(self._connection())
         request = admin_pb2.UpdateRequest(settings=settings, drain_first=drain_first)
         return int((await self._once(stub.Update, request, timeout_s)).revision)
+
+    async def scale(self, min_workers: int | None = None, max_workers: int | None = None) -> tuple[int, int]:
+        """Keep between so many workers from now on; None: as it is. Returns the bounds in force.
+
+        For operators. Raises WrongState for bounds that cannot be: then nothing has changed.
+        """
+        stub = admin_pb2_grpc.AdminStub(self._connection())
+        answer = await self._once(stub.Scale, scale_request_of(min_workers, max_workers), self._call_timeout_s)
+        return answer.min_workers, answer.max_workers
 
     async def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the service says that it serves. Raises DeadlineExceeded with the last reason why not."""

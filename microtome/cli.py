@@ -282,6 +282,20 @@ def update(
 
 
 @app.command()
+def scale(
+    min_workers: Annotated[int | None, typer.Option("--min", show_default="as it is", help="Fewest workers.")] = None,
+    max_workers: Annotated[int | None, typer.Option("--max", show_default="as it is", help="Most workers.")] = None,
+    address: Address = local.DEFAULT_ADDRESS,
+) -> None:
+    """Change how many workers the service may have. Kept until it is taken down."""
+    if min_workers is None and max_workers is None:
+        raise typer.BadParameter("nothing is to be changed: give --min, --max or both", param_hint="--min")
+    with microtome.Client(address) as client:
+        least, most = client.scale(min_workers, max_workers)
+    print(f"between {least} and {most} workers from now on" if least < most else f"{least} workers from now on")
+
+
+@app.command()
 def down(
     name: Annotated[str | None, typer.Option(show_default="the one at --address", help="Of the service.")] = None,
     namespace: Annotated[str | None, typer.Option(show_default="the service's name", help="Of it on Ray.")] = None,

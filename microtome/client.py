@@ -23,6 +23,7 @@ from microtome.sampling import (
     positive_seconds,
     request_of,
     resume_request_of,
+    scale_request_of,
     seconds_or_none,
 )
 from microtome.session_requests import clone_request_of, generate_request_of, open_request_of, rewind_request_of
@@ -139,6 +140,14 @@ class Client:
         """
         request = admin_pb2.UpdateRequest(settings=settings, drain_first=drain_first)
         return int(self._once(self._admin.Update, request, timeout_s).revision)
+
+    def scale(self, min_workers: int | None = None, max_workers: int | None = None) -> tuple[int, int]:
+        """Keep between so many workers from now on; None: as it is. Returns the bounds in force.
+
+        For operators. Raises WrongState for bounds that cannot be: then nothing has changed.
+        """
+        answer = self._once(self._admin.Scale, scale_request_of(min_workers, max_workers), self._call_timeout_s)
+        return answer.min_workers, answer.max_workers
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Wait until the service says that it serves. Raises DeadlineExceeded with the last reason why not."""

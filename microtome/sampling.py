@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 from microtome.errors import InvalidRequest
+from microtome.v1 import admin_pb2
 from microtome.v1 import generation_pb2 as pb
 
 __all__ = ["GenerateOptions", "Message"]
@@ -24,7 +25,7 @@ _REQUIRED_KEYS = ("role", "content")
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate` and `complete`, of both clients. None is the same as absent."""
 
-    max_new_tokens: int | None  # 1 or more; absent: 256, or what the context has room for if that is less
+    max_new_tokens: int | None  # 1 or more; absent: 256. Cut to what the context has room for
     temperature: float | None  # 0 or more; absent: 0, greedy
     top_k: int | None  # 0 or absent: off
     top_p: float | None  # above 0, at most 1; absent: off
@@ -34,7 +35,11 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None  # True: the model's own end tokens do not stop
     generation_id: str | None  # absent: minted by the client
     resumable: bool | None  # True: lives on when the connection is lost, so that it can be resumed; see `resume`
+    n: int | None  # completions of the prompt, 1 to 128; absent: 1. Updates say by `index` to which they belong
     priority: int | None  # higher first; absent: 0
+    tenant: str | None  # whose share it counts against; absent: that of all who name none. Not in a session
+    cache_salt: str | None  # cached prefixes are shared under equal salts only; absent: none. Not in a session
+    ttft_target_s: float | None  # refused at once if its first token cannot be expected within; absent: no such bound
     timeout_s: float | None  # for the whole generation, retries included; absent: the client's, else none
 
 
@@ -71,11 +76,42 @@ def request_of(
     return request
 
 
-def resume_request_of(generation_id: str, offset: int) -> pb.ResumeRequest:
-    """The request that goes on with a generation from its token `offset` on."""
+def scale_request_of(min_workers: int | None, max_workers: int | None) -> admin_pb2.ScaleRequest:
+    """Raises InvalidRequest."""
+    request = admin_pb2.ScaleRequest()
+    if min_workers is not None:
+        request.min_workers = _whole("min_workers", min_workers, 0, _UINT32_MAX)
+    if max_workers is not None:
+        request.max_workers = _whole("max_workers", max_workers, 0, _UINT32_MAX)
+    return request
+
+
+def resume_request_of(generation_id: str, offset: int | Sequence[int | None]) -> pb.ResumeRequest:
+    """The request that goes on with a generation from `offset` on; or with each completion from its own, None: not."""
+    generation_id = named_generation(generation_id)
+    if not isinstance(offset, Sequence) or isinstance(offset, (str, bytes)):
+        return pb.ResumeRequest(generation_id=generation_id, offset=_whole("offset", offset, 0, _UINT32_MAX))
+    offsets = [
+        pb.CompletionOffset(index=index, offset=_whole(f"offset[{index}]", one, 0, _UINT32_MAX))
+        for index, one in enumerate(offset)
+        if one is not None
+    ]
+    if not offsets:
+        raise InvalidRequest("offset must name one completion or more to go on with; it names none")
+    return pb.ResumeRequest(generation_id=generation_id, offsets=offsets)
+
+
+def named_generation(generation_id: str) -> str:
     if not _text("generation_id", generation_id):
         raise InvalidRequest("generation_id must name a generation; it is empty")
-    return pb.ResumeRequest(generation_id=generation_id, offset=_whole("offset", offset, 0, _UINT32_MAX))
+    return generation_id
+
+
+def one_only(options: Mapping[str, Any]) -> None:
+    """For a call that brings one completion."""
+    n = options.get("n")
+    if n is not None and n != 1:
+        raise InvalidRequest(f"complete brings 1 completion, and n {n} are asked for: completions brings them all")
 
 
 def text_of(name: str, value: object) -> str:
@@ -100,8 +136,11 @@ def positive_seconds(name: str, value: object) -> float:
 def _fill(request: pb.GenerateRequest, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         match name:
-            case "max_new_tokens":
-                request.max_new_tokens = _whole(name, value, 1, _UINT32_MAX)
+            case "max_new_tokens" | "n":
+                setattr(request, name, _whole(name, value, 1, _UINT32_MAX))
+            case "ttft_target_s":
+                milliseconds = math.ceil(positive_seconds(name, value) * 1000)
+                request.ttft_target_ms = _whole(f"{name} in ms", milliseconds, 1, _UINT32_MAX)
             case "top_k":
                 request.top_k = _whole(name, value, 0, _UINT32_MAX)
             case "seed":
@@ -116,8 +155,8 @@ def _fill(request: pb.GenerateRequest, options: Mapping[str, Any]) -> None:
                 if not isinstance(value, bool):
                     _wrong_kind(name, "True or False", value)
                 setattr(request, name, value)
-            case "generation_id":
-                request.generation_id = _text(name, value)
+            case "generation_id" | "tenant" | "cache_salt":
+                setattr(request, name, _text(name, value))
 
 
 def _chat(messages: Sequence[Message]) -> pb.Chat:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from microtome.v1 import generation_pb2 as microtome_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18microtome/v1/admin.proto\x12\x0cmicrotome.v1\x1a\x1dmicrotome/v1/generation.proto\"\'\n\x16ListGenerationsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"]\n\x17ListGenerationsResponse\x12\x33\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x1e.microtome.v1.ListedGeneration\x12\r\n\x05total\x18\x02 \x01(\r\"{\n\x10ListedGeneration\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12.\n\x0bwhereabouts\x18\x04 \x01(\x0b\x32\x19.microtome.v1.Whereabouts\"$\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"\x92\x01\n\rUpdateRequest\x12;\n\x08settings\x18\x01 \x03(\x0b\x32).microtome.v1.UpdateRequest.SettingsEntry\x12\x13\n\x0b\x64rain_first\x18\x02 \x01(\x08\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x0eUpdateResponse\x12\x10\n\x08revision\x18\x01 \x01(\r2\x80\x02\n\x05\x41\x64min\x12R\n\x0b\x44rainWorker\x12 .microtome.v1.DrainWorkerRequest\x1a!.microtome.v1.DrainWorkerResponse\x12\x43\n\x06Update\x12\x1b.microtome.v1.UpdateRequest\x1a\x1c.microtome.v1.UpdateResponse\x12^\n\x0fListGenerations\x12$.microtome.v1.ListGenerationsRequest\x1a%.microtome.v1.ListGenerationsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18microtome/v1/admin.proto\x12\x0cmicrotome.v1\x1a\x1dmicrotome/v1/generation.proto\"\'\n\x16ListGenerationsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"]\n\x17ListGenerationsResponse\x12\x33\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x1e.microtome.v1.ListedGeneration\x12\r\n\x05total\x18\x02 \x01(\r\"{\n\x10ListedGeneration\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12.\n\x0bwhereabouts\x18\x04 \x01(\x0b\x32\x19.microtome.v1.Whereabouts\"$\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"\x92\x01\n\rUpdateRequest\x12;\n\x08settings\x18\x01 \x03(\x0b\x32).microtome.v1.UpdateRequest.SettingsEntry\x12\x13\n\x0b\x64rain_first\x18\x02 \x01(\x08\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x0eUpdateResponse\x12\x10\n\x08revision\x18\x01 \x01(\r\"b\n\x0cScaleRequest\x12\x18\n\x0bmin_workers\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0bmax_workers\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0e\n\x0c_min_workersB\x0e\n\x0c_max_workers\"9\n\rScaleResponse\x12\x13\n\x0bmin_workers\x18\x01 \x01(\r\x12\x13\n\x0bmax_workers\x18\x02 \x01(\r2\xc2\x02\n\x05\x41\x64min\x12R\n\x0b\x44rainWorker\x12 .microtome.v1.DrainWorkerRequest\x1a!.microtome.v1.DrainWorkerResponse\x12\x43\n\x06Update\x12\x1b.microtome.v1.UpdateRequest\x1a\x1c.microtome.v1.UpdateResponse\x12@\n\x05Scale\x12\x1a.microtome.v1.ScaleRequest\x1a\x1b.microtome.v1.ScaleResponse\x12^\n\x0fListGenerations\x12$.microtome.v1.ListGenerationsRequest\x1a%.microtome.v1.ListGenerationsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,6 +50,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPDATEREQUEST_SETTINGSENTRY']._serialized_end=542
   _globals['_UPDATERESPONSE']._serialized_start=544
   _globals['_UPDATERESPONSE']._serialized_end=578
-  _globals['_ADMIN']._serialized_start=581
-  _globals['_ADMIN']._serialized_end=837
+  _globals['_SCALEREQUEST']._serialized_start=580
+  _globals['_SCALEREQUEST']._serialized_end=678
+  _globals['_SCALERESPONSE']._serialized_start=680
+  _globals['_SCALERESPONSE']._serialized_end=737
+  _globals['_ADMIN']._serialized_start=740
+  _globals['_ADMIN']._serialized_end=1062
 # @@protoc_insertion_point(module_scope)

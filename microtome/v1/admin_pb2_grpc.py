@@ -44,6 +44,11 @@ class AdminStub:
                 request_serializer=microtome_dot_v1_dot_admin__pb2.UpdateRequest.SerializeToString,
                 response_deserializer=microtome_dot_v1_dot_admin__pb2.UpdateResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/microtome.v1.Admin/Scale',
+                request_serializer=microtome_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=microtome_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
+                _registered_method=True)
         self.ListGenerations = channel.unary_unary(
                 '/microtome.v1.Admin/ListGenerations',
                 request_serializer=microtome_dot_v1_dot_admin__pb2.ListGenerationsRequest.SerializeToString,
@@ -72,6 +77,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Keep between so many workers from now on, whatever the service was started with: known to a restarted driver, too.
+        FAILED_PRECONDITION for bounds that cannot be: then nothing has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListGenerations(self, request, context):
         """The generations that have not ended: those that wait, in the order in which they start, then those that run. Here
         and not beside `Where`, because whoever knows a generation's id can cancel it and read it.
@@ -92,6 +105,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Update,
                     request_deserializer=microtome_dot_v1_dot_admin__pb2.UpdateRequest.FromString,
                     response_serializer=microtome_dot_v1_dot_admin__pb2.UpdateResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=microtome_dot_v1_dot_admin__pb2.ScaleRequest.FromString,
+                    response_serializer=microtome_dot_v1_dot_admin__pb2.ScaleResponse.SerializeToString,
             ),
             'ListGenerations': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGenerations,
@@ -153,6 +171,33 @@ class Admin:
             '/microtome.v1.Admin/Update',
             microtome_dot_v1_dot_admin__pb2.UpdateRequest.SerializeToString,
             microtome_dot_v1_dot_admin__pb2.UpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/microtome.v1.Admin/Scale',
+            microtome_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+            microtome_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,6 +99,37 @@ async def test_update_of_the_model_survives_the_driver_and_is_forgotten_with_the
     assert left_of(service_name, []) == []
 
 
+async def test_scale_changes_how_many_workers_there_are_under_streams_and_a_restarted_driver_keeps_to_it(
+    service_name: str,
+) -> None:
+    endpoint = up(service_name, "fake:step_ms=5", workers__count=1, workers__settle_s=0)
+    at = ("--address", endpoint.address)
+    async with stub_of(endpoint) as stub:
+        call = stub.Generate(request([1, 2], max_new_tokens=1000, generation_id="g"))
+        tokens = list((await call.read()).token_ids)
+        assert await command("scale", "--min", "2", "--max", "2", *at) == "2 workers from now on\n"
+        await status_when(stub, lambda status: len(ready(status)) == 2)
+        for wrong, sentence in (
+            (["--max", "1"], "max_workers 1 is below 2"),
+            (["--min", "3"], "2 is below 3"),
+            ([], ""),
+        ):
+            result = await asyncio.to_thread(CliRunner().invoke, app, ["scale", *wrong, *at])
+            assert result.exit_code != 0
+            assert sentence in result.output
+        os.kill(ray.get(ray.get_actor(service_name, namespace=service_name).pid.remote()), signal.SIGKILL)
+        await read_until_broken(call, tokens)
+    async with stub_of(endpoint) as stub:
+        going_on = asyncio.create_task(resume_to_end(stub, "g", tokens))
+        status = await stub.Status(pb.StatusRequest(), wait_for_ready=True)
+        os.kill(ready(status)[1].pid, signal.SIGKILL)  # that it is replaced shows that two are wanted
+        await status_when(stub, lambda status: len(ready(status)) == 2 and any(w.loss for w in status.workers))
+        assert await command("scale", "--min", "1", *at) == "between 1 and 2 workers from now on\n"
+        await status_when(stub, lambda status: len(ready(status)) == 1)
+        await going_on
+        assert tokens == undisturbed([1, 2], 1000)
+
+
 async def test_update_whose_model_does_not_load_leaves_the_service_as_it_was(service_name: str) -> None:
     endpoint = up(service_name, "fake:step_ms=5", workers__count=1)
     async with stub_of(endpoint) as stub:

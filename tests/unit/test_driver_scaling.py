@@ -109,9 +109,9 @@ async def test_request_that_finds_no_worker_waits_no_longer_than_its_deadline() 
 
 async def test_bounds_can_be_moved_while_it_runs() -> None:
     async with in_process(fake_config(workers__settle_s=0)) as service:
-        service.host.scale(2, 2)
+        await service.host.scale(2, 2)
         await status_when(service.stub, lambda status: list(states(status).values()).count("ready") == 2)
-        service.host.scale(1, 1)
+        await service.host.scale(1, 1)
         status = await status_when(service.stub, lambda status: list(states(status).values()).count("ready") == 1)
         assert list(states(status).values()).count("ended") == 1
 
@@ -127,8 +127,8 @@ async def test_service_without_workers_is_healthy_only_where_a_call_starts_one()
 
         await becomes("SERVING")
         assert not service.workers.started
-        service.host.scale(1, 1)
+        await service.host.scale(1, 1)
         await becomes("NOT_SERVING")
-        service.host.scale(0, 1)
+        await service.host.scale(0, 1)
         await becomes("SERVING")
         shown.cancel()
