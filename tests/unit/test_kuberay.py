@@ -60,6 +60,9 @@ def test_every_field_exists_and_is_of_its_kind(name: str) -> None:
         ("spec/workerGroupSpecs/0/maxReplicas", "8", "spec.workerGroupSpecs[0].maxReplicas: '8' is no int"),
         ("spec/authOptions/mode", "tokens", "spec.authOptions.mode: 'tokens' is none of"),
         ("spec/headGroupSpec/rayStartParams/num-gpus", 0, "is no mapping of text to text"),
+        ("spec/headGroupSpec/serviceType", "Loadbalancer", "spec.headGroupSpec.serviceType: 'Loadbalancer' is none of"),
+        ("spec/gcsFaultToleranceOptions", {"redisUsername": {}}, "gcsFaultToleranceOptions.redisAddress: missing"),
+        ("spec/workerGroupSpecs/0/scaleStrategy", {"workersToDelete": [1]}, "workersToDelete[0]: 1 is no str"),
         (
             "spec/headGroupSpec/template/spec/containers/0/readinesProbe",
             {},
