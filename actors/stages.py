@@ -1,7 +1,7 @@
 """What a worker that starts is about, on its way from the runtime's log to who waits for it.
 
 The runtime logs each stage as it begins, with its name as the record's `stage`, and `compiles` where the stage makes
-programs: that takes minutes, once for each kind of machine, and no limit on a start counts them.
+programs: that takes many times as long as the rest, once for each kind of machine, and no limit on a start counts it.
 """
 
 import asyncio

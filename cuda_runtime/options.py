@@ -27,7 +27,7 @@ class RuntimeOptions:
     max_session_tokens: int | None = None  # None: the model's context length, as far as the pool holds it
     shared_device: bool = False  # a CUDA device may be held by other processes too; else it is refused
     threads: int | None = None  # of torch on a CPU; None: as torch finds it
-    methods: str = "auto"  # eager, compiled (on first use, in minutes), or auto: compiled where that was done before
+    methods: str = "auto"  # eager, compiled (on first use), or auto: compiled where that was done before
     artifact_folder: str | None = None  # where what was compiled is kept; None: in the user's cache directory
 
     def __post_init__(self) -> None:

@@ -124,7 +124,7 @@ def serve(
 ) -> None:
     """Serve MODEL in the foreground, until Ctrl-C or `microtome down`.
 
-    The first start compiles the model for this machine, which takes minutes, and keeps what was made in the cache.
+    The first start compiles the model for this machine, which takes a while, and keeps what was made in the cache.
 
     Settings come from defaults, --config, MICROTOME_… variables and the options here, each over those before.
     """
