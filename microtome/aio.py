@@ -13,7 +13,19 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from microtome.answers import Completion, Model, ServiceStatus, Update, completion_of, model_of, status_of
+from microtome.answers import (
+    Completion,
+    ListedGeneration,
+    Model,
+    ServiceStatus,
+    Update,
+    Whereabouts,
+    completion_of,
+    listed_of,
+    model_of,
+    status_of,
+    whereabouts_of,
+)
 from microtome.call import CANCEL_S, CLOSED, CLOSED_MEANWHILE, Call, Readiness, channel_options
 from microtome.errors import Cancelled, ClientClosed, MicrotomeError, NotFound
 from microtome.generation_call import GenerationCall
@@ -21,11 +33,14 @@ from microtome.retry import Retry
 from microtome.sampling import (
     GenerateOptions,
     Message,
+    named_generation,
+    one_only,
     positive_seconds,
     request_of,
     resume_request_of,
     scale_request_of,
     seconds_or_none,
+    token_count_of,
 )
 from microtome.session_requests import clone_request_of, generate_request_of, open_request_of, rewind_request_of
 from microtome.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
@@ -70,7 +85,8 @@ class AsyncClient:
 
         Called in a running loop, without await; the call is on its way when this returns. `options` are those of
         `GenerateOptions`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop_token_ids, ignore_eos,
-        generation_id, priority, timeout_s.
+        generation_id, resumable, n, priority, tenant, cache_salt, ttft_target_s, timeout_s. With `n` updates say by
+        their `index` to which completion they belong.
 
         Leaving the iteration before its end, however, ends the generation on the service.
 
@@ -78,11 +94,14 @@ class AsyncClient:
         """
         return self._generation(request_of(prompt, messages, token_ids, options), options.get("timeout_s"))
 
-    def resume(self, generation_id: str, offset: int = 0, *, timeout_s: float | None = None) -> "AsyncGeneration":
+    def resume(
+        self, generation_id: str, offset: int | Sequence[int | None] = 0, *, timeout_s: float | None = None
+    ) -> "AsyncGeneration":
         """Go on with a generation from its token `offset` on: the number of tokens the caller has.
 
-        It is taken over from whoever else may be reading it. Raises NotFound, in the iteration, when it is not known:
-        never started, started without `resumable`, or kept no longer.
+        Of several completions, every one from that token on; or, with a list, each from its own, and those for which it
+        has None not at all. It is taken over from whoever else may be reading it. Raises NotFound, in the iteration,
+        when it is not known: never started, started without `resumable`, or kept no longer.
         """
         return self._generation(resume_request_of(generation_id, offset), timeout_s)
 
@@ -94,23 +113,46 @@ class AsyncClient:
         token_ids: Sequence[int] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """`generate`, waited for and joined."""
+        """`generate`, waited for and joined. Raises InvalidRequest for an `n` above 1: see `completions`."""
+        one_only(options)
         async with self.generate(prompt, messages=messages, token_ids=token_ids, **options) as generation:
             return completion_of([update async for update in generation])
 
-    def session(self, *, cache_salt: str = "") -> "_AsyncOpening":
+    async def completions(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[Completion, ...]:
+        """`generate` with an `n`, waited for: its completions by index, each joined."""
+        async with self.generate(prompt, messages=messages, token_ids=token_ids, **options) as generation:
+            async for _ in generation:
+                pass
+            return generation.completions
+
+    def session(self, *, cache_salt: str = "", tenant: str = "") -> "_AsyncOpening":
         """Open a session: `async with client.session() as session`, or `session = await client.session()`.
 
         Whoever opens it closes it, or leaves its block.
 
-        `cache_salt`: cached prefixes are shared between sessions of equal salt only. Raises CapacityExhausted when as
-        many sessions are open as may be.
+        `cache_salt`: cached prefixes are shared between sessions of equal salt only. `tenant`: whose share its
+        generations count against. Raises CapacityExhausted when as many sessions are open as may be.
         """
-        return self._open("OpenSession", open_request_of(cache_salt))
+        return self._open("OpenSession", open_request_of(cache_salt, tenant))
 
     async def cancel(self, generation_id: str) -> None:
         """End a generation, whoever started it. Raises NotFound when no such generation is running."""
         await self._unary("Cancel", pb.CancelRequest(generation_id=generation_id))
+
+    async def where(self, generation_id: str) -> tuple[Whereabouts, ...]:
+        """Where a generation is, completion by completion: state, place in line, reason of waiting, forecast.
+
+        Raises NotFound when no such generation is running or kept.
+        """
+        request = pb.WhereRequest(generation_id=named_generation(generation_id))
+        return tuple(whereabouts_of(one) for one in (await self._unary("Where", request)).completions)
 
     async def model(self) -> Model:
         """What is served."""
@@ -119,6 +161,16 @@ class AsyncClient:
     async def status(self) -> ServiceStatus:
         """How the service is: workers, load, counters."""
         return status_of(await self._unary("Status", pb.StatusRequest()))
+
+    async def queue(self, limit: int = 0) -> tuple[ListedGeneration, ...]:
+        """The generations that have not ended: those that wait, in the order in which they start, then those that run.
+
+        `limit`: of entries, 256 at most; 0: 64. For operators, since whoever knows an id can cancel what it names.
+        """
+        stub = admin_pb2_grpc.AdminStub(self._connection())
+        request = admin_pb2.ListGenerationsRequest(limit=token_count_of("limit", limit))
+        answer = await self._once(stub.ListGenerations, request, self._call_timeout_s)
+        return tuple(listed_of(one) for one in answer.generations)
 
     async def drain(self, worker: str, *, timeout_s: float | None = None) -> None:
         """Take one worker out of service, and wait until its sessions have moved and its process has ended.
@@ -255,6 +307,14 @@ class AsyncGeneration(AsyncIterator[Update]):
         """What to call it by in `cancel` and `resume`."""
         return self._call.generation_id
 
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """The completions that have ended so far, by index, joined: all of them behind the last update.
+
+        Of one that was resumed, what came from there on.
+        """
+        return self._call.completions
+
     def __aiter__(self) -> Self:
         return self
 
@@ -379,9 +439,24 @@ class AsyncSession:
         token_ids: Sequence[int] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """`generate`, waited for and joined."""
+        """`generate`, waited for and joined. Raises InvalidRequest for an `n` above 1: see `completions`."""
+        one_only(options)
         async with self.generate(prompt, messages=messages, token_ids=token_ids, **options) as generation:
             return completion_of([update async for update in generation])
+
+    async def completions(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> tuple[Completion, ...]:
+        """`generate` with an `n`, waited for: its completions by index, each joined."""
+        async with self.generate(prompt, messages=messages, token_ids=token_ids, **options) as generation:
+            async for _ in generation:
+                pass
+            return generation.completions
 
     async def length(self) -> int:
         """Committed tokens, asked of the service.

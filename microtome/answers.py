@@ -7,9 +7,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from microtome.v1 import admin_pb2
 from microtome.v1 import generation_pb2 as pb
 
-__all__ = ["Completion", "FinishReason", "Model", "ServiceStatus", "Update", "Usage", "WorkerState"]
+__all__ = [
+    "Completion",
+    "FinishReason",
+    "GenerationState",
+    "ListedGeneration",
+    "Model",
+    "ServiceStatus",
+    "Update",
+    "Usage",
+    "WaitingReason",
+    "Whereabouts",
+    "WorkerState",
+]
 
 
 class FinishReason(StrEnum):
@@ -20,9 +33,33 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
+class GenerationState(StrEnum):
+    """What a generation is about. Compares equal to its text."""
+
+    WAITING = "waiting"  # for its first step
+    RUNNING = "running"  # it has a place on a worker
+    RETURNING = "returning"  # it had a place, gave it up or lost it, and waits for another
+    ENDED = "ended"  # and is kept for a while, as it was started as resumable
+
+
+class WaitingReason(StrEnum):
+    """Why a generation makes no step. Compares equal to its text."""
+
+    NOTHING = "nothing"  # it runs, or has ended
+    NO_WORKER = "no worker"  # none is there that can hold it
+    SEQUENCES = "sequences"  # the workers hold as many sessions as they can
+    CELLS = "cells"  # the workers' pools have no room for it now
+    STEP_BUDGET = "step budget"  # others came first, and a step holds only so much
+    PRIORITY = "priority"  # others that came later have a higher priority
+    TENANT_SHARE = "tenant share"  # its tenant has asked for, or was given, more than others
+    OWN_SESSION = "own session"  # the generation before it in its session has a step under way
+    SHARED_PROMPT = "shared prompt"  # the first of its completions runs the prompt for it
+    OTHER = "other"  # one that this client does not know yet
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a generation cost."""
+    """What a completion cost."""
 
     prompt_tokens: int
     output_tokens: int
@@ -31,20 +68,21 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one message of a generation's stream adds. `finish_reason` and `usage` are set on the last one only."""
+    """What one message of a generation's stream adds to one completion; its last has `finish_reason` and `usage`."""
 
     text: str  # what these tokens add; may lag behind them while a character is incomplete
     token_ids: tuple[int, ...]
-    offset: int  # tokens of this generation sent before these
+    offset: int  # tokens of this completion sent before these
     generation_id: str
     seed: int  # the seed in force
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    index: int = 0  # of the completion; 0 where only one was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole generation: its updates, joined."""
+    """A whole completion: its updates, joined."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -52,6 +90,35 @@ class Completion:
     seed: int
     finish_reason: FinishReason
     usage: Usage
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """Where one completion is, and what it waits for."""
+
+    index: int
+    state: GenerationState
+    waits_for: WaitingReason
+    position: int  # generations that start before it; 0: it is next, runs, or has ended
+    predicted_ttft_s: float | None  # from now; None: nothing is measured yet, or the first token is out
+    prompt_tokens: int
+    output_tokens: int  # so far
+    worker: str  # empty: it is on none
+    parked: int  # times it gave up its cells for another
+    moved: int  # times it lost its worker, or left it
+    age_s: float  # since it was submitted
+    finish_reason: FinishReason | None = None  # of one that has ended; None there: it failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedGeneration:
+    """One completion among all that have not ended."""
+
+    generation_id: str
+    tenant: str
+    priority: int
+    whereabouts: Whereabouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +174,33 @@ _FINISH = {
 }
 
 
+_STATES = {
+    pb.GENERATION_STATE_WAITING: GenerationState.WAITING,
+    pb.GENERATION_STATE_RUNNING: GenerationState.RUNNING,
+    pb.GENERATION_STATE_RETURNING: GenerationState.RETURNING,
+    pb.GENERATION_STATE_ENDED: GenerationState.ENDED,
+}
+_REASONS = {
+    pb.WAITING_REASON_UNSPECIFIED: WaitingReason.NOTHING,
+    pb.WAITING_REASON_NOTHING: WaitingReason.NOTHING,
+    pb.WAITING_REASON_NO_WORKER: WaitingReason.NO_WORKER,
+    pb.WAITING_REASON_SEQUENCES: WaitingReason.SEQUENCES,
+    pb.WAITING_REASON_CELLS: WaitingReason.CELLS,
+    pb.WAITING_REASON_STEP_BUDGET: WaitingReason.STEP_BUDGET,
+    pb.WAITING_REASON_PRIORITY: WaitingReason.PRIORITY,
+    pb.WAITING_REASON_TENANT_SHARE: WaitingReason.TENANT_SHARE,
+    pb.WAITING_REASON_OWN_SESSION: WaitingReason.OWN_SESSION,
+    pb.WAITING_REASON_SHARED_PROMPT: WaitingReason.SHARED_PROMPT,
+}
+
+
 def update_of(message: pb.GenerateResponse) -> Update:
-    """One message as an update. A finish reason this client does not know yet ends the generation as a stop does."""
+    """One message as an update. A finish reason this client does not know yet ends the completion as a stop does."""
     finish = None
     if message.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
         finish = _FINISH.get(message.finish_reason, FinishReason.STOP)
     return Update(
+        index=message.index,
         text=message.text,
         token_ids=tuple(message.token_ids),
         offset=message.offset,
@@ -123,8 +211,35 @@ def update_of(message: pb.GenerateResponse) -> Update:
     )
 
 
+def whereabouts_of(message: pb.Whereabouts) -> Whereabouts:
+    """A state this client does not know yet is taken for running."""
+    return Whereabouts(
+        index=message.index,
+        state=_STATES.get(message.state, GenerationState.RUNNING),
+        waits_for=_REASONS.get(message.waits_for, WaitingReason.OTHER),
+        position=message.position,
+        predicted_ttft_s=message.predicted_ttft_ms / 1000 if message.HasField("predicted_ttft_ms") else None,
+        prompt_tokens=message.prompt_tokens,
+        output_tokens=message.output_tokens,
+        worker=message.worker,
+        parked=message.parked,
+        moved=message.moved,
+        age_s=message.age_ms / 1000,
+        finish_reason=_FINISH.get(message.finish_reason),
+    )
+
+
+def listed_of(message: admin_pb2.ListedGeneration) -> ListedGeneration:
+    return ListedGeneration(
+        generation_id=message.generation_id,
+        tenant=message.tenant,
+        priority=message.priority,
+        whereabouts=whereabouts_of(message.whereabouts),
+    )
+
+
 def completion_of(updates: Iterable[Update]) -> Completion:
-    """The updates of one whole generation, in order and at least the last one, joined."""
+    """The updates of one whole completion, in order and at least the last one, joined."""
     texts: list[str] = []
     token_ids: list[int] = []
     last = None
@@ -135,6 +250,7 @@ def completion_of(updates: Iterable[Update]) -> Completion:
     assert last.finish_reason is not None
     assert last.usage is not None
     return Completion(
+        index=last.index,
         text="".join(texts),
         token_ids=tuple(token_ids),
         generation_id=last.generation_id,

@@ -2,8 +2,9 @@
 
 A stream that breaks is gone on with: before its first message by asking again, after it by `Resume` from the tokens
 that have come, and where the service has lost the generation by asking again with those tokens. So the updates handed
-on are a generation's tokens, each once and in order, whatever broke in between. In a session nothing is asked again:
-a generation there that cannot be resumed fails, and the session's length says what it has left behind.
+on are a generation's tokens, each once and in order, whatever broke in between; of several completions each goes on
+from its own last token, and those that have ended are left out. In a session nothing is asked again: a generation there
+that cannot be resumed fails, and the session's length says what it has left behind.
 Waits for nothing; one thread at a time uses it.
 """
 
@@ -11,11 +12,47 @@ import uuid
 
 import grpc
 
-from microtome.answers import FinishReason, Update, update_of
+from microtome.answers import Completion, FinishReason, Update, update_of
 from microtome.call import Call, RpcFailure, is_broken_link
 from microtome.errors import ServiceFailed, Unavailable
 from microtome.retry import Retry
 from microtome.v1 import generation_pb2 as pb
+
+
+class _Part:
+    """What has come of one completion."""
+
+    __slots__ = ("last", "offset", "seed", "texts", "tokens")
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset  # tokens the caller has
+        self.tokens: list[int] = []  # of this call
+        self.texts: list[str] = []
+        self.seed: int | None = None  # the one in force, once a message has come
+        self.last: Update | None = None  # the one with the finish reason
+
+    def add(self, update: Update) -> None:
+        self.offset += len(update.token_ids)
+        self.tokens += update.token_ids
+        self.texts.append(update.text)
+        self.seed = update.seed
+        if update.finish_reason is not None:
+            self.last = update
+
+    def joined(self) -> Completion | None:
+        """None: it has not ended."""
+        last = self.last
+        if last is None or last.finish_reason is None or last.usage is None:
+            return None
+        return Completion(
+            text="".join(self.texts),
+            token_ids=tuple(self.tokens),
+            generation_id=last.generation_id,
+            seed=last.seed,
+            finish_reason=last.finish_reason,
+            usage=last.usage,
+            index=last.index,
+        )
 
 
 class GenerationCall(Call):
@@ -26,13 +63,17 @@ class GenerationCall(Call):
     ) -> None:
         super().__init__(address, retry, timeout_s)
         self._request = request
-        self._offset = request.offset if isinstance(request, pb.ResumeRequest) else 0  # tokens the caller has
-        self._tokens: list[int] = []  # of this call
-        self._seed = 0  # the one in force, once a message has come
+        self._parts: dict[int, _Part] = {}  # by index; empty: how many there are is not known before a message comes
+        self._several = False
+        if isinstance(request, pb.GenerateRequest):
+            self._expect(request.n or 1)
+        elif request.offsets:
+            self._parts = {place.index: _Part(place.offset) for place in request.offsets}
+            self._several = True
         self._resuming = isinstance(request, pb.ResumeRequest)
         self._reached = False  # a service had the call, and was lost before its first message
         self._lost: Unavailable | None = None  # what broke the stream we are to go on with
-        self.finished = False  # the message with the finish reason has come
+        self.finished = False  # every completion's message with the finish reason has come
         self._minted = not request.generation_id
         if self._minted:
             request.generation_id = uuid.uuid4().hex
@@ -48,25 +89,40 @@ class GenerationCall(Call):
 
     def next_attempt(self) -> tuple[str, pb.GenerateRequest | pb.ResumeRequest]:
         """The method to call now, and its request."""
-        if not self._resuming:
-            return "Generate", self._request
-        return "Resume", pb.ResumeRequest(generation_id=self.generation_id, offset=self._offset)
+        if not self._resuming or not self._parts:
+            return ("Resume" if self._resuming else "Generate"), self._request
+        if not self._several:
+            return "Resume", pb.ResumeRequest(generation_id=self.generation_id, offset=self._parts[0].offset)
+        offsets = [pb.CompletionOffset(index=index, offset=part.offset) for index, part in self._missing]
+        return "Resume", pb.ResumeRequest(generation_id=self.generation_id, offsets=offsets)
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Those that have ended, by index, as far as this call has brought them."""
+        joined = (part.joined() for _, part in sorted(self._parts.items()))
+        return tuple(completion for completion in joined if completion is not None)
 
     def received(self, message: pb.GenerateResponse) -> Update:
         """The message as an update. Raises ServiceFailed when it does not go on where the last one ended."""
         update = update_of(message)
-        if update.offset != self._offset:
+        if not self._parts:
+            self._expect(message.n or 1)
+        part = self._parts.get(update.index)
+        if part is None or part.last is not None:
+            known = "has ended" if part is not None else "was not asked for"
             raise ServiceFailed(
-                f"the service at {self._address} went on at token {update.offset}, not at {self._offset}", "OK"
+                f"the service at {self._address} sent of completion {update.index}, which {known}", "OK"
+            )
+        if update.offset != part.offset:
+            raise ServiceFailed(
+                f"the service at {self._address} went on at token {update.offset}, not at {part.offset}", "OK"
             )
         if self._lost is not None and update.finish_reason is FinishReason.CANCELLED and not self.outlives_its_stream:
             raise self._lost  # the break itself has cancelled it
         self._failures = 0
-        self._offset += len(update.token_ids)
-        self._tokens += update.token_ids
-        self._seed = message.seed
+        part.add(update)
         self._resuming = True
-        self.finished = update.finish_reason is not None
+        self.finished = not self._missing
         return update
 
     def failed(self, failure: RpcFailure) -> float:
@@ -98,13 +154,31 @@ class GenerationCall(Call):
         if not self.finished:
             raise ServiceFailed(f"the service at {self._address} ended the stream without a finish reason", "OK")
 
+    def _expect(self, n: int) -> None:
+        offset = self._request.offset if isinstance(self._request, pb.ResumeRequest) else 0
+        self._parts = {index: _Part(offset) for index in range(n)}
+        self._several = n > 1
+
+    @property
+    def _missing(self) -> list[tuple[int, _Part]]:
+        """Those that have not ended."""
+        return [(index, part) for index, part in self._parts.items() if part.last is None]
+
     def _start_over_behind_what_came(self, request: pb.GenerateRequest) -> None:
         """The service has lost the generation: what it needs to go on is what was asked, the seed and the tokens."""
         request.generation_id = uuid.uuid4().hex
-        if self._tokens:
-            request.seed = self._seed
-            request.generated_token_ids[:] = self._tokens
         self._resuming = False
+        if not self._tokens:
+            return
+        if not self._several:
+            (part,) = self._parts.values()
+            if part.seed is not None:
+                request.seed = part.seed
+            request.generated_token_ids[:] = part.tokens
+            return
+        del request.begun[:]
+        for index, part in self._missing:
+            request.begun.add(index=index, seed=part.seed, token_ids=part.tokens)
 
     @property
     def _attempts(self) -> int:
@@ -120,11 +194,17 @@ class GenerationCall(Call):
         return isinstance(self._request, pb.GenerateRequest) and bool(self._request.session_id)
 
     @property
+    def _tokens(self) -> int:
+        """Of this call, that have come."""
+        return sum(len(part.tokens) for part in self._parts.values())
+
+    @property
     def _began(self) -> bool:
         """Whether the generation is known to have existed."""
         return bool(self._tokens) or isinstance(self._request, pb.GenerateRequest)
 
     def _so_far(self) -> str:
-        if not self._tokens:
+        tokens = self._tokens
+        if not tokens:
             return ""
-        return "1 token" if len(self._tokens) == 1 else f"{len(self._tokens)} tokens"
+        return "1 token" if tokens == 1 else f"{tokens} tokens"

@@ -11,8 +11,8 @@ from microtome.sampling import Message, request_of, text_of, token_count_of
 from microtome.v1 import generation_pb2 as pb
 
 
-def open_request_of(cache_salt: str) -> pb.OpenSessionRequest:
-    return pb.OpenSessionRequest(cache_salt=text_of("cache_salt", cache_salt))
+def open_request_of(cache_salt: str, tenant: str) -> pb.OpenSessionRequest:
+    return pb.OpenSessionRequest(cache_salt=text_of("cache_salt", cache_salt), tenant=text_of("tenant", tenant))
 
 
 def clone_request_of(session_id: str, upto: int | None) -> pb.CloneSessionRequest:

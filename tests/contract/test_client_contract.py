@@ -16,7 +16,17 @@ from grpc_health.v1 import health_pb2
 
 from microtome import errors
 from microtome.aio import AsyncClient, AsyncGeneration, AsyncSession
-from microtome.answers import Update
+from microtome.answers import (
+    Completion,
+    FinishReason,
+    GenerationState,
+    ListedGeneration,
+    Update,
+    Usage,
+    WaitingReason,
+    Whereabouts,
+    whereabouts_of,
+)
 from microtome.client import Client, Generation, Session
 from microtome.retry import Retry
 from microtome.v1 import admin_pb2
@@ -90,6 +100,10 @@ class PlainGeneration:
     @property
     def generation_id(self) -> str:
         return self.generation.generation_id
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        return self.generation.completions
 
     def __aiter__(self) -> "PlainGeneration":
         return self
@@ -834,6 +848,171 @@ async def test_positions_the_wire_cannot_carry_never_reach_the_service(connect: 
                 async with session.clone(position):
                     pass
     assert len(served.service.seen) == 2  # opened, and closed
+
+
+# --- several completions ---
+
+
+def part(index: int, text: str, *token_ids: int, **fields: Any) -> pb.GenerateResponse:
+    return response(text, *token_ids, index=index, n=3, seed=70 + index, **fields)
+
+
+THREE = (
+    part(0, "a", 1),
+    part(2, "x", 7, 8),
+    part(1, "", last=True),
+    part(0, "b", 2, offset=1, last=True),
+    part(2, "y", 9, offset=2, last=True),
+)
+
+
+async def test_completions_come_with_their_index_and_are_joined_by_it(connect: Connect, served: Served) -> None:
+    served.service.scripts = [says(*THREE)]
+    async with connect(served.address) as client:
+        generation = client.generate("hi", n=3)
+        updates = await all_of(generation)
+        assert [(u.index, u.text, u.offset) for u in updates] == [
+            (0, "a", 0), (2, "x", 0), (1, "", 0), (0, "b", 1), (2, "y", 2),
+        ]  # fmt: skip
+        joined = generation.completions
+        assert [(c.index, c.text, c.token_ids, c.seed) for c in joined] == [
+            (0, "ab", (1, 2), 70), (1, "", (), 71), (2, "xy", (7, 8, 9), 72),
+        ]  # fmt: skip
+        assert joined[2].usage == Usage(prompt_tokens=3, output_tokens=3, cached_tokens=1)
+        assert joined == await client.completions("hi", n=3)
+    assert [request.n for request in served.service.asked(pb.GenerateRequest)] == [3, 3]
+
+
+async def test_completions_that_have_ended_can_be_read_before_the_others_end(connect: Connect, served: Served) -> None:
+    served.service.scripts = [says(*THREE)]
+    async with connect(served.address) as client:
+        generation = client.generate("hi", n=3)
+        seen = [[c.index for c in generation.completions] async for _ in generation]
+    assert seen == [[], [], [1], [0, 1], [0, 1, 2]]
+
+
+async def test_one_completion_is_not_mistaken_for_several(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client:
+        with pytest.raises(errors.InvalidRequest, match="complete brings 1 completion, and n 2 are asked for"):
+            await client.complete("hi", n=2)
+        assert (await client.complete("hi", n=1)).text == "Hello world"
+        (only,) = await client.completions("hi")
+        assert (only.index, only.finish_reason) == (0, FinishReason.LENGTH)
+
+
+async def test_a_broken_stream_of_completions_is_resumed_from_all_its_offsets_without_those_that_have_ended(
+    connect: Connect, served: Served
+) -> None:
+    broken = grpc.StatusCode.UNAVAILABLE
+    served.service.scripts = [refuses(broken, BROKEN, after=THREE[:3])]
+    served.service.resumes = [refuses(broken, BROKEN, after=THREE[3:4]), says(THREE[4])]
+    async with connect(served.address) as client:
+        generation = client.generate("hi", n=3, generation_id="g-1")
+        assert len(await all_of(generation)) == 5
+        assert [c.text for c in generation.completions] == ["ab", "", "xy"]
+    asked = [[(p.index, p.offset) for p in r.offsets] for r in served.service.asked(pb.ResumeRequest)]
+    assert asked == [[(0, 1), (2, 2)], [(2, 2)]]
+
+
+async def test_completions_that_the_service_has_lost_are_asked_for_again_behind_what_came(
+    connect: Connect, served: Served
+) -> None:
+    rest = (part(2, "y", 9, offset=2, last=True), part(0, "b", 2, offset=1, last=True))
+    served.service.scripts = [refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=THREE[:3]), says(*rest)]
+    async with connect(served.address) as client:
+        generation = client.generate("hi", n=3)
+        await all_of(generation)
+        assert [c.token_ids for c in generation.completions] == [(1, 2), (), (7, 8, 9)]
+    again = served.service.asked(pb.GenerateRequest)[1]
+    assert [(b.index, b.seed, list(b.token_ids)) for b in again.begun] == [(0, 70, [1]), (2, 72, [7, 8])]
+    assert again.n == 3
+    assert not again.generated_token_ids
+
+
+async def test_a_generation_of_several_completions_is_resumed_by_id(connect: Connect, served: Served) -> None:
+    served.service.resumes = [says(*THREE), says(*THREE[3:])]
+    async with connect(served.address) as client:
+        # How many there are is not known to who resumes: the service says so.
+        whole = client.resume("g-1")
+        assert len(await all_of(whole)) == 5
+        assert [c.text for c in whole.completions] == ["ab", "", "xy"]
+        rest = client.resume("g-1", [1, None, 2])
+        assert [u.index for u in await all_of(rest)] == [0, 2]
+    first, second = served.service.asked(pb.ResumeRequest)
+    assert (first.offset, list(first.offsets)) == (0, [])
+    assert [(p.index, p.offset) for p in second.offsets] == [(0, 1), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ((part(3, "a", 1),), "completion 3, which was not asked for"),
+        ((THREE[2], part(1, "a", 1)), "completion 1, which has ended"),
+        ((THREE[0], part(0, "c", 3, offset=2)), "went on at token 2, not at 1"),
+        (THREE[:4], "ended the stream without a finish reason"),
+    ],
+)
+async def test_completions_that_do_not_fit_together_are_a_failure(
+    connect: Connect, served: Served, messages: tuple[pb.GenerateResponse, ...], told: str
+) -> None:
+    served.service.scripts = [says(*messages)]
+    async with connect(served.address) as client:
+        with pytest.raises(errors.ServiceFailed, match=told):
+            await all_of(client.generate("hi", n=3))
+
+
+# --- where a generation is ---
+
+
+async def test_where_and_queue_are_told_in_full(connect: Connect, served: Served) -> None:
+    running = Whereabouts(
+        index=0,
+        state=GenerationState.RUNNING,
+        waits_for=WaitingReason.NOTHING,
+        position=0,
+        predicted_ttft_s=None,
+        prompt_tokens=5,
+        output_tokens=17,
+        worker="worker-0",
+        parked=1,
+        moved=2,
+        age_s=2.5,
+    )
+    async with connect(served.address) as client:
+        first, second = await client.where("g-7")
+        assert first == running
+        assert (second.state, second.waits_for, second.position, second.predicted_ttft_s) == (
+            "waiting", "tenant share", 3, 1.25,
+        )  # fmt: skip
+        listed = await client.queue(limit=2)
+        assert listed[0] == ListedGeneration(generation_id="g-0", tenant="acme", priority=0, whereabouts=running)
+        assert len(listed) == 2
+        with pytest.raises(errors.InvalidRequest, match="generation_id must name a generation"):
+            await client.where("")
+    assert served.service.asked(pb.WhereRequest) == [pb.WhereRequest(generation_id="g-7")]
+    assert [r.limit for r in served.service.asked(admin_pb2.ListGenerationsRequest)] == [2]
+
+
+async def test_states_and_reasons_of_a_newer_service_are_no_error(connect: Connect, served: Served) -> None:
+    served.service.places = [pb.Whereabouts(state=99, waits_for=98, finish_reason=97)]  # type: ignore[arg-type]
+    async with connect(served.address) as client:
+        (place,) = await client.where("g")
+    assert (place.state, place.waits_for, place.finish_reason) == ("running", "other", None)
+
+
+@pytest.mark.parametrize("kind", [pb.GenerationState, pb.WaitingReason])
+def test_every_state_and_reason_of_the_wire_has_a_word(kind: Any) -> None:
+    for number in kind.values():
+        place = whereabouts_of(pb.Whereabouts(state=number, waits_for=number))
+        assert (place.state if kind is pb.GenerationState else place.waits_for) != "other"
+    words = {whereabouts_of(pb.Whereabouts(state=n, waits_for=n)).waits_for for n in pb.WaitingReason.values()}
+    assert words == set(WaitingReason) - {WaitingReason.OTHER}
+
+
+async def test_a_session_may_have_a_tenant(connect: Connect, served: Served) -> None:
+    async with connect(served.address) as client, client.session(tenant="acme", cache_salt="s"):
+        pass
+    assert served.service.asked(pb.OpenSessionRequest) == [pb.OpenSessionRequest(tenant="acme", cache_salt="s")]
 
 
 # --- the two faces ---

@@ -141,6 +141,27 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
             counters=pb.Counters(generations_started=5, output_tokens=321),
             ray_address="127.0.0.1:6379",
         )
+        self.places = [
+            pb.Whereabouts(
+                index=0,
+                state=pb.GENERATION_STATE_RUNNING,
+                waits_for=pb.WAITING_REASON_NOTHING,
+                prompt_tokens=5,
+                output_tokens=17,
+                worker="worker-0",
+                parked=1,
+                moved=2,
+                age_ms=2500,
+            ),
+            pb.Whereabouts(
+                index=1,
+                state=pb.GENERATION_STATE_WAITING,
+                waits_for=pb.WAITING_REASON_TENANT_SHARE,
+                position=3,
+                predicted_ttft_ms=1250,
+                prompt_tokens=5,
+            ),
+        ]
         self.health = health.HealthServicer()
         self.health.set("", health_pb2.HealthCheckResponse.SERVING)
 
@@ -161,6 +182,10 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         if request.generation_id == "g-none":
             context.abort(grpc.StatusCode.NOT_FOUND, f"no generation {request.generation_id!r} is running")
         return pb.CancelResponse()
+
+    def Where(self, request: pb.WhereRequest, context: grpc.ServicerContext) -> pb.WhereResponse:
+        self._note(request, context)
+        return pb.WhereResponse(generation_id=request.generation_id, completions=self.places)
 
     def GetModel(self, request: pb.GetModelRequest, context: grpc.ServicerContext) -> pb.GetModelResponse:
         self._note(request, context)
@@ -199,6 +224,16 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
     def Update(self, request: admin_pb2.UpdateRequest, context: grpc.ServicerContext) -> admin_pb2.UpdateResponse:
         self._note(request, context)
         return admin_pb2.UpdateResponse(revision=3)
+
+    def ListGenerations(
+        self, request: admin_pb2.ListGenerationsRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.ListGenerationsResponse:
+        self._note(request, context)
+        listed = [
+            admin_pb2.ListedGeneration(generation_id=f"g-{n}", tenant="acme", priority=n, whereabouts=place)
+            for n, place in enumerate(self.places)
+        ]
+        return admin_pb2.ListGenerationsResponse(generations=listed, total=len(listed) + 5)
 
     def asked(self, kind: type[Any]) -> list[Any]:
         """The requests of one kind, in order."""

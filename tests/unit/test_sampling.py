@@ -50,7 +50,11 @@ def test_every_option_but_the_timeout_changes_the_request() -> None:
         "ignore_eos": True,
         "generation_id": "g",
         "resumable": True,
+        "n": 2,
         "priority": 1,
+        "tenant": "acme",
+        "cache_salt": "s",
+        "ttft_target_s": 0.5,
         "timeout_s": 1.0,
     }
     assert set(values) == set(GenerateOptions.__annotations__)
@@ -65,6 +69,13 @@ def test_every_option_but_the_timeout_changes_the_request() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 to 4294967295, not 0"),
         ({"max_new_tokens": -1}, "max_new_tokens must be 1 to 4294967295, not -1"),
         ({"max_new_tokens": 2**32}, "max_new_tokens must be 1 to 4294967295, not 4294967296"),
+        ({"n": 0}, "n must be 1 to 4294967295, not 0"),
+        ({"n": 1.5}, "n must be a whole number, not 1.5"),
+        ({"tenant": 7}, "tenant must be text, not 7"),
+        ({"cache_salt": b"s"}, "cache_salt must be text, not b's'"),
+        ({"ttft_target_s": 0}, "ttft_target_s must be above 0 seconds and finite, not 0"),
+        ({"ttft_target_s": float("nan")}, "ttft_target_s must be above 0 seconds and finite, not nan"),
+        ({"ttft_target_s": 5e6}, "ttft_target_s in ms must be 1 to 4294967295, not 5000000000"),
         ({"top_k": -1}, "top_k must be 0 to 4294967295, not -1"),
         ({"max_new_tokens": 1.5}, "max_new_tokens must be a whole number, not 1.5"),
         ({"max_new_tokens": True}, "max_new_tokens must be a whole number, not True"),
@@ -156,3 +167,21 @@ def test_seconds_are_above_zero_and_finite(value: float) -> None:
         positive_seconds("timeout_s", value)
     assert positive_seconds("timeout_s", 2) == 2.0
     assert seconds_or_none("timeout_s", None) is None
+
+
+def test_a_target_for_the_first_token_is_sent_in_whole_milliseconds_and_never_as_none() -> None:
+    assert [request(ttft_target_s=s).ttft_target_ms for s in (1e-6, 0.25, 1.0001)] == [1, 250, 1001]
+
+
+def test_offsets_of_several_completions_leave_out_those_that_are_none() -> None:
+    assert resume_request_of("g", 3) == pb.ResumeRequest(generation_id="g", offset=3)
+    places = [pb.CompletionOffset(index=0, offset=4), pb.CompletionOffset(index=2, offset=0)]
+    assert resume_request_of("g", [4, None, 0]) == pb.ResumeRequest(generation_id="g", offsets=places)
+    for offset, told in (
+        ([None, None], "offset must name one completion or more to go on with; it names none"),
+        ([1, -1], "offset[1] must be 0 to 4294967295, not -1"),
+        ("12", "offset must be a whole number, not '12'"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            resume_request_of("g", offset)  # type: ignore[arg-type]
+        assert str(refused.value) == told
