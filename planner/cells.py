@@ -8,6 +8,8 @@ The worker's scratch cell is none of `usable_cells` and is never seen here.
 A step is planned, then settled once: committed or aborted. Several plans may be outstanding: they commit oldest first
 and abort newest first, and an abort leaves the table as if the step had never been planned. Sequences of an
 outstanding plan can be read, and their committed part cloned; rewinding or removing them has to wait for the plan.
+The newest plan can be added to: more tokens, or cells that somebody else's tokens lie in, planned ones too. Steps run
+in the order of their plans, so such a cell is written before it is read, and it is history when its reader's plan is.
 
 Every refusal comes before any change. Work and memory follow the tokens touched: neither the pool's size nor the number
 of resident sequences matters, because cells never used are a number, not entries. One thread calls it.
@@ -15,7 +17,7 @@ of resident sequences matters, because cells never used are a number, not entrie
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from microtome.planner.errors import AtCapacity, BadConfig, BadInput, WrongState
@@ -39,6 +41,7 @@ class CellPlan:
 
     cells: list[Cell]
     _grown: list[tuple[_History, int]]  # sequence, tokens; in packed order
+    _shared: list[tuple[_History, Sequence[Cell]]] = field(default_factory=list)  # sequence, cells others write
 
 
 class CellTable:
@@ -163,6 +166,18 @@ class CellTable:
             raise BadInput(f"clone of [0, {upto}) of sequence {source}, which has committed {history.committed}")
         return self.open(history.cells[:upto])
 
+    def extend(self, sequence: SequenceId, cells: Sequence[Cell]) -> None:
+        """Lengthen a sequence's committed history by reference to cells in use, whose tokens are committed.
+
+        Raises `BadInput` if it is not live or a cell is free; `WrongState` while a plan holds it. Nothing has changed
+        then.
+        """
+        history = self._settled(sequence)
+        self._check_in_use(cells)
+        self._refer(cells)
+        history.cells += cells
+        history.committed += len(cells)
+
     def rewind(self, sequence: SequenceId, position: int) -> None:
         """Drop the sequence's claim on positions from `position` up; it stays live, even when empty.
 
@@ -226,6 +241,43 @@ class CellTable:
         self._outstanding.append(plan)
         return plan
 
+    def begin(self) -> CellPlan:
+        """A plan without any token yet, to be added to."""
+        plan = CellPlan([], [])
+        self._outstanding.append(plan)
+        return plan
+
+    def grow(self, plan: CellPlan, sequence: SequenceId, start: int, width: int) -> list[Cell]:
+        """Add an input to the newest plan; its cells.
+
+        Raises as `plan` does, and `WrongState` unless the plan is the newest outstanding one. Nothing has changed then.
+        """
+        self._check_newest(plan)
+        self._check_one_by_one([(sequence, start, width)])
+        if width > self.free_cells:
+            raise AtCapacity("cells", width, self.free_cells)
+        history = self._history(sequence)
+        cells = self._claim(width)
+        history.cells += cells
+        history.in_flight += 1
+        plan.cells += cells
+        plan._grown.append((history, width))
+        return cells
+
+    def share(self, plan: CellPlan, sequence: SequenceId, cells: Sequence[Cell]) -> None:
+        """Lengthen a sequence by reference to cells in use; they are its history once the newest plan is committed.
+
+        Raises `WrongState` unless the plan is the newest outstanding one, `BadInput` if the sequence is not live or a
+        cell is free. Nothing has changed then.
+        """
+        self._check_newest(plan)
+        history = self._history(sequence)
+        self._check_in_use(cells)
+        self._refer(cells)
+        history.cells += cells
+        history.in_flight += 1
+        plan._shared.append((history, cells))
+
     def commit(self, plan: CellPlan) -> None:
         """Make the plan's tokens history. Raises `WrongState` unless it is the oldest outstanding plan."""
         if not self._outstanding or self._outstanding[0] is not plan:
@@ -234,15 +286,22 @@ class CellTable:
         for history, width in plan._grown:
             history.committed += width
             history.in_flight -= 1
+        for history, cells in plan._shared:
+            history.committed += len(cells)
+            history.in_flight -= 1
 
     def abort(self, plan: CellPlan) -> None:
         """Take the plan back as if it had never been. Raises `WrongState` unless it is the newest outstanding plan."""
         if not self._outstanding or self._outstanding[-1] is not plan:
             raise WrongState(self._out_of_turn(plan, "aborted", "newest"))
         self._outstanding.pop()
-        for history, width in plan._grown:
+        for history, width in plan._grown:  # of one sequence, only how much all its parts are together matters
             del history.cells[-width:]
             history.in_flight -= 1
+        for history, cells in plan._shared:
+            del history.cells[len(history.cells) - len(cells) :]
+            history.in_flight -= 1
+            self._drop(cells)
         self._drop(plan.cells)
 
     # --- the prefix cache's references ---
@@ -291,6 +350,10 @@ class CellTable:
         if history.in_flight:
             raise WrongState(f"sequence {sequence} is in {history.in_flight} inputs of plans that are not settled")
         return history
+
+    def _check_newest(self, plan: CellPlan) -> None:
+        if not self._outstanding or self._outstanding[-1] is not plan:
+            raise WrongState(self._out_of_turn(plan, "added to", "newest"))
 
     def _out_of_turn(self, plan: CellPlan, verb: str, turn: str) -> str:
         if all(outstanding is not plan for outstanding in self._outstanding):

@@ -59,6 +59,8 @@ class DecodeFirstScheduler:
         self._decodes = WaitingDecodes(self._shares)
         self._prefills = WaitingPrefills(self._shares, limits.max_prefill_tokens)
         self._waiting_tokens = 0
+        self._decoding: set[SessionId] = set()  # in the batch handed out last
+        self._room = 0  # tokens of prefill that it could hold beside what it holds
         self._step = 0
         self._arrivals = 0
         self._front = -(1 << 120)  # stamps of what was given back: below every other place
@@ -98,10 +100,27 @@ class DecodeFirstScheduler:
         if max_tokens is not None:
             budget = min(budget, max_tokens)
         batch = self._decodes.take(min(self.limits.max_decodes, budget)) if self._decodes else []
+        self._room = 0
         if self._prefills:
             self._add_prefill(batch, budget - len(batch))
         self._waiting_tokens -= sum(item.width for item in batch)
         return tuple(batch)
+
+    def more(self, unused: Sequence[tuple[SessionId, int]]) -> Batch:
+        for session, tokens in unused:
+            self._room += tokens
+            if self._shares is not None:
+                self._shares.not_run(self._ranks.get(session, _DEFAULT_RANK).tenant, tokens)
+        batch: list[Input] = []
+        if self._prefills:
+            self._prefills.begin_batch(self._decoding)
+            self._take_turns(batch, self._room)
+            self._prefills.end_batch()
+        self._waiting_tokens -= sum(item.width for item in batch)
+        return tuple(batch)
+
+    def skip(self, session: SessionId, position: int) -> None:
+        self._waiting_tokens -= self._prefills.skip(session, position)
 
     def put_back(self, inputs: Sequence[Input]) -> None:
         ranks = self._ranks
@@ -162,7 +181,8 @@ class DecodeFirstScheduler:
     def _add_prefill(self, batch: list[Input], budget: int) -> None:
         """Spend at most `budget` tokens on chunks, in turns."""
         prefills = self._prefills
-        prefills.begin_batch({item.session for item in batch})
+        self._decoding = {item.session for item in batch}
+        prefills.begin_batch(self._decoding)
         room = budget
         overdue = False
         if self._target is not None and batch:
@@ -173,18 +193,27 @@ class DecodeFirstScheduler:
                 overdue = self._overdue > self._patience
             else:
                 self._overdue = 0
-        while room > 0 or overdue:
-            head = prefills.head(budget if overdue else room)
-            if head is None:
-                break
-            if overdue:
-                overdue = False
-                self._overdue = 0
+        if overdue and (head := prefills.head(budget)) is not None:
+            self._overdue = 0
             batch.append(head)
             room -= head.width
-            prefills.take(head, self._step << STAMP_BITS | self._arrivals)
-            self._arrivals += 1
+            prefills.take(head, self._next_place())
+        self._take_turns(batch, room)
         prefills.end_batch()
+
+    def _take_turns(self, batch: list[Input], room: int) -> None:
+        """Add chunks, one a turn, until nothing that fits is left."""
+        prefills = self._prefills
+        while room > 0 and (head := prefills.head(room)) is not None:
+            batch.append(head)
+            room -= head.width
+            prefills.take(head, self._next_place())
+        self._room = room
+
+    def _next_place(self) -> int:
+        """Behind everybody who waits."""
+        self._arrivals += 1
+        return self._step << STAMP_BITS | self._arrivals - 1
 
     def _standing(self, own: tuple[Rank, int], others: list[tuple[Rank, int]]) -> Standing:
         own_order = self._order(*own)

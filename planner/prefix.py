@@ -6,7 +6,12 @@ gives them up. Sharing is by the token, not by the block; the last token of a pr
 because somebody has to compute the logits after it.
 
 A key separates what must not be shared: whose, under which adapter, on which weights. Equal tokens under different keys
-never meet. Only committed cells may be put in.
+never meet.
+
+Cells may be put in when they are planned (`grow`), before a worker has written them: who shares one is planned in the
+same step or a later one, and steps run in order. They count as planned until `settle`; `forget_planned` takes out all
+of them, when the steps that were to write them are taken back. A `Place` says where in the tree a prompt that is still
+being prefilled has come to, so going on from there costs the tokens that follow, not those before.
 
 Under pressure the token that nobody can reach past and that was used least recently goes first: so a tail goes from
 its end, and is used up before another is touched. What a sequence refers to counts as used now. Lookups and insertions
@@ -27,13 +32,15 @@ PrefixKey = tuple[str, ...]
 class _Node:
     """The run of tokens from its parent to it. The root's is empty."""
 
-    __slots__ = ("cells", "children", "key", "parent", "queued", "serial", "tokens", "uses")
+    __slots__ = ("cells", "children", "cuts", "end", "key", "parent", "queued", "serial", "tokens", "uses")
 
     def __init__(self, parent: "_Node | None", key: PrefixKey, serial: int) -> None:
         self.parent = parent  # None: the root of `key`, or thrown away
         self.key = key
         self.serial = serial  # settles equal stamps
         self.queued = False  # whether it has an entry in the heap of tails
+        self.end = 0  # tokens from the root to its last one
+        self.cuts = 0  # how often tokens of it were dropped
         self.tokens: list[int] = []
         self.cells: list[Cell] = []
         self.children: dict[int, _Node] = {}  # by first token
@@ -57,11 +64,28 @@ class _Node:
 
     def cut(self, count: int) -> None:
         """Drop the last `count` tokens."""
+        self.end -= count
+        self.cuts += 1
         del self.tokens[-count:], self.cells[-count:]
         length = len(self.tokens)
         while len(self.uses) > 1 and self.uses[1][0] >= length:
             self.uses.pop(0)
         self.uses[0] = (length, self.stamp)
+
+
+class Place:
+    """Where the first `position` tokens of a history end in the tree. Valid only with that history's tokens."""
+
+    __slots__ = ("cuts", "key", "node", "position")
+
+    def __init__(self, key: PrefixKey, node: _Node | None, position: int) -> None:
+        self.key = key
+        self.position = position
+        self.move(node)
+
+    def move(self, node: _Node | None) -> None:
+        self.node = node  # of the last token, or one behind it; None at position 0
+        self.cuts = node.cuts if node is not None else 0
 
 
 class PrefixCache:
@@ -72,6 +96,7 @@ class PrefixCache:
         self._clock = 0
         self._serial = 0
         self._cached = 0
+        self._planned: set[Cell] = set()  # of the cached cells, those that no worker is known to have written
         self.hit_tokens = 0  # of prompts matched: taken from the cache
         self.miss_tokens = 0  # of prompts matched: left to compute
         self.evicted_tokens = 0
@@ -90,8 +115,12 @@ class PrefixCache:
 
         The caller refers to them (`CellTable.open`) before it evicts anything.
         """
+        return self.find(key, tokens)[0]
+
+    def find(self, key: PrefixKey, tokens: Sequence[int]) -> tuple[tuple[Cell, ...], Place]:
+        """As `match`, and where in the tree that prefix ends."""
         cells: list[Cell] = []
-        path, _, last = self._descend(key, tokens, len(tokens) - 1)
+        path, at, last = self._descend(key, tokens, len(tokens) - 1)
         for node in path[:-1]:
             cells += node.cells
         if path:
@@ -99,7 +128,7 @@ class PrefixCache:
             self._use(path, last)
         self.hit_tokens += len(cells)
         self.miss_tokens += len(tokens) - len(cells)
-        return tuple(cells)
+        return tuple(cells), Place(key, path[-1] if path else None, at)
 
     def peek(self, key: PrefixKey, tokens: Sequence[int]) -> int:
         """How many tokens `match` would find. No use, and not counted."""
@@ -130,14 +159,105 @@ class PrefixCache:
                 node.children[tokens[at]] = child
                 path.append(child)
                 node = child
-            node.tokens += tokens[at:]
-            node.cells += fresh
-            self._cached += len(fresh)
+            self._append(node, list(tokens[at:]), fresh)
             count = len(node.tokens)
         self._use(path, count)
         self._adopt(path, cells)
         self._queue(node)
         return len(fresh)
+
+    # --- along a prompt that is being prefilled ---
+
+    def place(self, key: PrefixKey, tokens: Sequence[int], count: int) -> Place | None:
+        """Where the first `count` tokens of a prompt end in the tree; None: not all of them are cached. No use.
+
+        The rest counts as missed, as with `match`; what `follow` finds of it does not.
+        """
+        path, at, _ = self._descend(key, tokens, count)
+        if at < count:
+            return None
+        self.miss_tokens += len(tokens) - count
+        return Place(key, path[-1] if path else None, at)
+
+    def follow(self, place: Place, tokens: Sequence[int]) -> list[Cell]:
+        """As `match`, for what lies behind `place`: the cells of the longest cached run. The place moves to its end.
+
+        Where nothing is, one look-up says so.
+        """
+        cells = self._go_on(place, tokens, len(tokens) - 1)
+        self.hit_tokens += len(cells)
+        self.miss_tokens -= len(cells)
+        return cells
+
+    def grow(self, place: Place, tokens: Sequence[int], cells: Sequence[Cell]) -> tuple[int, PrefixKey | Cell] | None:
+        """Cache planned cells, one for each token behind `place`. The place moves to the end of them.
+
+        What is cached there already stays as it is. Returns the position of the first token that was not, and the
+        `frontier` there; None if all were, or the place is lost: then nothing was cached. The caller refers to the
+        cells until they are settled.
+        """
+        begin = place.position
+        end = begin + len(cells)
+        self._go_on(place, tokens, end)
+        at, frontier = place.position, self.frontier(place, tokens)
+        fresh = list(cells[at - begin :])
+        if frontier is None or not fresh:
+            return None
+        self._table.hold(fresh)
+        node = place.node if place.node is not None else self._root(place.key)
+        count = at - (node.end - len(node.tokens))
+        if count < len(node.tokens):
+            node = self._split(node, count)
+        if node.parent is None or node.children:
+            child = self._new_node(node, place.key)
+            node.children[tokens[at]] = child
+            node = child
+        self._append(node, list(tokens[at:end]), fresh)
+        self._planned.update(fresh)
+        place.position = end
+        place.move(node)
+        self._use(_path_to(node), len(node.tokens))
+        self._queue(node)
+        return at, frontier
+
+    def frontier(self, place: Place, tokens: Sequence[int]) -> PrefixKey | Cell | None:
+        """What two places have in common exactly if they are the same: the cell before it, or the key at the root.
+
+        None: the tree was cut in front of it.
+        """
+        if not place.position:
+            return place.key
+        node = self._node_at(place, tokens)
+        return None if node is None else node.cells[place.position - 1 - (node.end - len(node.tokens))]
+
+    def planned_from(self, cells: Sequence[Cell]) -> int:
+        """How many of these cells come before the first that is planned only."""
+        planned = self._planned
+        if not planned or planned.isdisjoint(cells):
+            return len(cells)
+        return next(at for at, cell in enumerate(cells) if cell in planned)
+
+    def settle(self, cells: Sequence[Cell]) -> None:
+        """A worker has written these cells, whether they are cached or not."""
+        if self._planned:
+            self._planned.difference_update(cells)
+
+    def forget_planned(self) -> None:
+        """Give up every planned cell and what hangs on it: no worker will write them.
+
+        Costs the whole tree: for the rare step that a worker refused.
+        """
+        nodes = list(self._roots.values()) if self._planned else []
+        while nodes:
+            node = nodes.pop()
+            first = self.planned_from(node.cells)
+            if first == len(node.cells):
+                nodes += node.children.values()
+            else:
+                self._fell(node, first)
+        assert not self._planned, "every planned cell is in the tree"
+
+    # --- giving up ---
 
     def evict(self, cells_needed: int) -> int:
         """Free at least `cells_needed` cells if so many can be freed, else all that can; how many were freed."""
@@ -179,8 +299,10 @@ class PrefixCache:
             node = nodes.pop()
             nodes += node.children.values()
             self._table.release(node.cells)
+            node.cuts += 1
         self._roots.clear()
         self._tails.clear()
+        self._planned.clear()
         self._cached = 0
 
     # --- the tree ---
@@ -194,7 +316,9 @@ class PrefixCache:
 
     def _new_node(self, parent: _Node, key: PrefixKey) -> _Node:
         self._serial += 1
-        return _Node(parent, key, self._serial)
+        node = _Node(parent, key, self._serial)
+        node.end = parent.end
+        return node
 
     def _descend(self, key: PrefixKey, tokens: Sequence[int], end: int) -> tuple[list[_Node], int, int]:
         """Where the first `end` tokens lead: nodes without the root; tokens matched in all; those of the last node."""
@@ -210,11 +334,58 @@ class PrefixCache:
                     break
         return path, at, count
 
+    def _append(self, node: _Node, tokens: list[int], cells: list[Cell]) -> None:
+        node.tokens += tokens
+        node.cells += cells
+        node.end += len(cells)
+        self._cached += len(cells)
+
+    def _node_at(self, place: Place, tokens: Sequence[int]) -> _Node | None:
+        """The node of the last token before a place that is not at the root; None: the tree was cut in front of it."""
+        node = place.node
+        assert node is not None
+        if node.cuts != place.cuts:
+            path, at, _ = self._descend(place.key, tokens, place.position)
+            if at < place.position:
+                return None
+            node = path[-1]
+        while place.position <= node.end - len(node.tokens):  # it was split
+            assert node.parent is not None
+            node = node.parent
+        place.move(node)
+        return node
+
+    def _go_on(self, place: Place, tokens: Sequence[int], end: int) -> list[Cell]:
+        """Move a place along what is cached up to position `end`; the cells passed. A use of all on the way."""
+        at, cells = place.position, list[Cell]()
+        node = self._node_at(place, tokens) if at else self._roots.get(place.key)
+        if node is None:
+            return cells
+        count = at - (node.end - len(node.tokens))
+        while at < end:
+            if count == len(node.tokens):
+                child = node.children.get(tokens[at])
+                if child is None:
+                    break
+                node, count = child, 0
+            more = _common(node.tokens, tokens, at, end, count)
+            cells += node.cells[count : count + more]
+            at += more
+            count += more
+            if count < len(node.tokens):
+                break
+        if cells:
+            place.position = at
+            place.move(node)
+            self._use(_path_to(node), count)
+        return cells
+
     def _split(self, node: _Node, count: int) -> _Node:
         """Put a node in front of `node` that takes its first `count` tokens, and return it. It is used next."""
         assert node.parent is not None
         front = self._new_node(node.parent, node.key)
         front.tokens, front.cells = node.tokens[:count], node.cells[:count]
+        front.end = node.end - len(node.tokens) + count
         del node.tokens[:count], node.cells[:count]
         node.uses = [(used - count, stamp) for used, stamp in node.uses if used > count]
         node.parent.children[front.tokens[0]] = front
@@ -303,10 +474,26 @@ class PrefixCache:
             node = node.parent
         return False
 
+    def _fell(self, node: _Node, first: int) -> None:
+        """Give up a node's tokens from index `first` on and everything behind it."""
+        below = list(node.children.values())
+        node.children.clear()
+        while below:
+            gone = below.pop()
+            below += gone.children.values()
+            gone.children.clear()
+            self._table.release(gone.cells)
+            self.settle(gone.cells)
+            self._cached -= len(gone.cells)
+            gone.cut(len(gone.cells))
+        self._cut(node, len(node.tokens) - first)
+        self._queue_if_tail(node)
+
     def _cut(self, node: _Node, count: int) -> None:
         """Give up the last `count` tokens of a tail; with its last token the tail itself goes."""
-        self._table.release(node.cells[-count:])
-        first = node.tokens[0]
+        cells, first = node.cells[-count:], node.tokens[0]
+        self._table.release(cells)
+        self.settle(cells)
         node.cut(count)
         self._cached -= count
         if not node.tokens:
@@ -316,19 +503,30 @@ class PrefixCache:
                 del self._roots[node.key]
 
 
-def _common(edge: list[int], tokens: Sequence[int], start: int, end: int) -> int:
-    """How many tokens of `edge` equal those of `tokens` from `start` on, at most up to `end`.
+def _path_to(node: _Node) -> list[_Node]:
+    """The nodes from the root, which is left out, to this one."""
+    path = []
+    at: _Node | None = node
+    while at is not None and at.parent is not None:
+        path.append(at)
+        at = at.parent
+    path.reverse()
+    return path
+
+
+def _common(edge: list[int], tokens: Sequence[int], start: int, end: int, skip: int = 0) -> int:
+    """How many tokens of `edge`, from `skip` on, equal those of `tokens` from `start` on, at most up to `end`.
 
     Compares runs that double in length, so that the time follows the answer and not the length of the edge.
     """
-    limit = min(len(edge), end - start)
+    limit = min(len(edge) - skip, end - start)
     low, run = 0, 16
     while low < limit:
         high = min(limit, low + run)
-        if edge[low:high] != list(tokens[start + low : start + high]):
+        if edge[skip + low : skip + high] != list(tokens[start + low : start + high]):
             while high - low > 1:
                 middle = (low + high) // 2
-                if edge[low:middle] == list(tokens[start + low : start + middle]):
+                if edge[skip + low : skip + middle] == list(tokens[start + low : start + middle]):
                     low = middle
                 else:
                     high = middle

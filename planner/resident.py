@@ -1,8 +1,8 @@
 """A session's place on one worker: its sequence, how far that is planned, and what of it is under way.
 
 `planned` counts positions sent to the worker, answered or not. A position that is planned and not answered is under
-way; `rows` of the steps under way hold this resident. `outputs` of those rows will each bring a token that the driver
-does not know yet.
+way; `rows` of the steps under way hold this resident: with an input of its own, or with one of another session whose
+cells it shares. `outputs` of those rows will each bring a token that the driver does not know yet.
 """
 
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from microtome.planner.types import FinishReason, Input, Kind, Position, Sequenc
 
 if TYPE_CHECKING:
     from microtome.planner.generations import Generation
+    from microtome.planner.prefix import Place
     from microtome.planner.sessions import Session
 
 
@@ -24,7 +25,9 @@ class Resident:
         "inserted",
         "leaving",
         "outputs",
+        "place",
         "planned",
+        "prompt_from",
         "rows",
         "sequence",
         "session",
@@ -45,9 +48,14 @@ class Resident:
         self.leaving = False  # gives up its cells once nothing of it is under way
         self.ended: FinishReason | None = None  # how the generation under way ended, if it did
         self.inserted = 0  # positions [0, inserted) are in the prefix cache
+        self.place: Place | None = None  # while it prefills: where in the prefix tree `planned` is, if it is there
+        self.prompt_from: int | None = None  # what it shares from here on counts as cached; None: nothing does
 
-    def next_inputs(self, max_prefill_tokens: int) -> list[Input]:
-        """What the scheduler should hold for this resident, from `planned` on. Empty when nothing is to be run."""
+    def next_inputs(self, max_prefill_tokens: int, max_rows: int) -> list[Input]:
+        """What the scheduler should hold for this resident, from `planned` on. Empty when nothing is to be run.
+
+        `max_rows`: logits rows that a step can have; an input has one per token where the prompt is asked about.
+        """
         g = self.generation
         if g is None or self.leaving:
             return []
@@ -57,8 +65,11 @@ class Resident:
             return [decode_input(self.session.id, self.planned)]
         start, end = self.planned, len(self.session.transcript)
         inputs = []
+        asked_from = g.runs_from
         while start < end:
             width = min(max_prefill_tokens, end - start)
+            if asked_from is not None:
+                width = min(width, asked_from - start if start < asked_from else max_rows)
             inputs.append(
                 Input(
                     session=self.session.id,

@@ -6,7 +6,8 @@ deals with it. One thread calls it. It reads ids, kinds, starts and widths, neve
 
 An input is identified by its session and start. Inputs of one session and kind run in the order in which they were
 submitted, a decode and a prefill of one session never in one step. Whatever was accepted comes back exactly once: from
-`next_batch`, `cancel`, `dismiss` or `clear`; an input given back with `put_back` waits again.
+`next_batch`, `more`, `cancel`, `dismiss` or `clear`; an input given back with `put_back` waits again. What `skip`
+passes over does not come back.
 """
 
 from collections.abc import Sequence
@@ -58,6 +59,16 @@ class Scheduler(Protocol):
         within `max_tokens` if given (the free cells, say). Not empty if something waits, unless `max_tokens` is too
         small for it.
         """
+
+    def more(self, unused: Sequence[tuple[SessionId, int]]) -> Batch:
+        """Of the batch handed out last these sessions' tokens need not be run after all: more prefill in their place.
+
+        Within what is left of that batch's budget, in turns as before. May be empty. Nobody is charged for tokens that
+        do not run.
+        """
+
+    def skip(self, session: SessionId, position: int) -> None:
+        """What waits of a session's prefill before `position` need not be run: it waits no more. Its turn stays."""
 
     def put_back(self, inputs: Sequence[Input]) -> None:
         """Let inputs that were handed out and did not run wait again, ahead of everything, in the order given.

@@ -102,6 +102,10 @@ class TenantShares:
     def given_back(self, tenant: str, tokens: int) -> None:
         """An input of `tokens` that was served did not run after all, and waits again."""
         self.queued(tenant)
+        self.not_run(tenant, tokens)
+
+    def not_run(self, tenant: str, tokens: int) -> None:
+        """Of what was served, so many tokens need not be run."""
         state = self._tenants[tenant]
         state.level = max(state.level - tokens * UNIT // state.weight, self._mark - self._credit)
         self._step_tokens = max(0, self._step_tokens - tokens)

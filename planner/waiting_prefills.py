@@ -9,10 +9,11 @@ Finding the next turn and taking it costs time logarithmic in what waits, also w
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from microtome.planner.first_fit import FirstFit
 from microtome.planner.tenant_shares import TenantShares
-from microtome.planner.types import Input, SessionId
+from microtome.planner.types import Input, Position, SessionId
 from microtome.planner.waiting_decodes import STAMP_BITS, Rank
 
 
@@ -119,6 +120,33 @@ class WaitingPrefills:
         else:
             del self._queues[session]
             self._leave_line(session, queue)
+
+    def skip(self, session: SessionId, position: int) -> int:
+        """Let a session's chunks begin at `position`; how many tokens wait no more. Its place stays."""
+        queue = self._queues.get(session)
+        if queue is None:
+            return 0
+        skipped = passed = 0
+        while queue.inputs and queue.inputs[0].end <= position:
+            gone = queue.inputs.popleft()
+            queue.starts.discard(gone.start)
+            skipped += gone.width
+            passed += 1
+        if self._shares is not None and passed:
+            self._shares.dropped(queue.rank.tenant, passed)
+        if not queue.inputs:
+            del self._queues[session]
+            self._leave_line(session, queue)
+            return skipped
+        head = queue.inputs[0]
+        if head.start < position:
+            queue.starts.discard(head.start)
+            queue.starts.add(position)
+            queue.inputs[0] = replace(head, start=Position(position), width=head.end - position)
+            skipped += position - head.start
+        if skipped:
+            self._line_up(session, queue)
+        return skipped
 
     def drop(self, session: SessionId) -> list[Input]:
         """Take out everything of a session, in order."""
