@@ -5,6 +5,10 @@ worker, the driver, a worker that is stopped (hung) and one that is drained; the
 all and times the first answer. Per kind it prints, over all rounds: time to detection, the longest gap between two
 messages of each stream (median and 99th percentile), and tokens run again. Gaps are also given as a ratio to the
 longest gap of the same streams before the failure. Every token that came is compared with an undisturbed run.
+
+What a start from no worker consists of is read from the logs: until the driver asks for a worker; until its process, in
+a place, begins; until it is ready; until the driver has joined it; the answer itself. `--model PATH` starts a worker of
+that model there, eager, in the place of the fake one.
 """
 
 import argparse
@@ -15,13 +19,17 @@ import statistics
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 import grpc.aio
 import ray
 
 import microtome
-from microtome.actors import cluster
+from microtome.actors import cluster, ray_private
+from microtome.actors.config import ServiceConfig
+from microtome.actors.link import DEFAULT_EXECUTOR
 from microtome.answers import ServiceStatus
 from microtome.errors import MicrotomeError
 from microtome.retry import Retry
@@ -163,36 +171,81 @@ async def failures(address: str, rounds: int) -> None:
             show(kind, [await failure(client, number, fail) for number in range(rounds)])
 
 
+PARTS = ("asked for", "placed", "loaded", "joined", "answered")
+
+
+def logged_s(pid: int, words: str) -> float:
+    """When the process last logged a line with these words, in seconds since 1970."""
+    (log,) = ray_private.logs_folder().glob(f"worker-*-{pid}.err")
+    line = [line for line in log.read_text().splitlines() if words in line][-1]
+    return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+
+async def parts_of_start(client: microtome.AsyncClient, begun_s: float, ended_s: float) -> list[float]:
+    """Seconds, as `PARTS` has them, of the start that ended with an answer."""
+    driver = await ray.get_actor(NAME, namespace=NAME).pid.remote()
+    worker = next(worker for worker in (await client.status()).workers if worker.state == "ready")
+    at_s = [
+        begun_s,
+        logged_s(driver, f"{worker.name} is started"),
+        logged_s(worker.pid, "worker starts"),
+        logged_s(worker.pid, "worker ready"),
+        logged_s(driver, f"{worker.name} is ready"),
+        ended_s,
+    ]
+    return [after - before for before, after in pairwise(at_s)]
+
+
 async def from_zero(address: str, rounds: int) -> None:
-    """The first answer of a service without workers, and what of it is the worker's start."""
+    """The first answer of a service without workers, and what it consists of."""
     times: list[float] = []
     warm: list[float] = []
+    parts: list[list[float]] = []
     async with microtome.AsyncClient(address, retry=PATIENT) as client:
         for _ in range(rounds):
             await state_when(client, lambda status: ready(status) == 0)
             for kept in (times, warm):
-                begin = time.monotonic()
-                await client.complete(token_ids=[1, 2, 3], max_new_tokens=1)
+                begin, begun_s = time.monotonic(), time.time()
+                await client.complete(token_ids=[5, 6, 7], max_new_tokens=1)
                 kept.append(time.monotonic() - begin)
+                if kept is times:
+                    parts.append(await parts_of_start(client, begun_s, time.time()))
     start, answer = statistics.median(times), statistics.median(warm)
-    print(
-        f"from no worker   first token after {1e3 * start:.0f} ms, {1e3 * answer:.0f} ms of it the answer itself "
-        f"({start / answer:.0f} times a warm one)"
+    middle = ", ".join(
+        f"{part} {1e3 * statistics.median(seconds):.0f}"
+        for part, seconds in zip(PARTS, zip(*parts, strict=True), strict=True)
     )
+    print(
+        f"from no worker   first token after {1e3 * start:.0f} ms ({1e3 * min(times):.0f} to {1e3 * max(times):.0f}; "
+        f"{start / answer:.0f} times a warm one): {middle} ms"
+    )
+
+
+def resting(model: str | None) -> ServiceConfig:
+    """A service that goes to no worker."""
+    settings: dict[str, object] = {
+        "service__name": NAME,
+        "workers__min": 0,
+        "workers__max": 1,
+        "workers__settle_s": 0,
+        "workers__idle_s": 1.5,
+    }
+    if model is None:
+        return fake_config(MODEL, **settings)
+    settings |= {"workers__executor": DEFAULT_EXECUTOR, "runtime__methods": "eager", "runtime__kv_tokens": 2048}
+    return fake_config(model, **settings)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--model", help="of the start from no worker; default: the fake one")
+    given = parser.parse_args()
     try:
         endpoint = cluster.up(fake_config(MODEL, service__name=NAME, workers__count=WORKERS, runtime__kv_tokens=POOL))
-        asyncio.run(failures(endpoint.address, rounds))
+        asyncio.run(failures(endpoint.address, given.rounds))
         cluster.down(NAME)
-        resting = fake_config(
-            MODEL, service__name=NAME, workers__min=0, workers__max=1, workers__settle_s=0, workers__idle_s=1.5
-        )
-        asyncio.run(from_zero(cluster.up(resting).address, rounds))
+        asyncio.run(from_zero(cluster.up(resting(given.model)).address, given.rounds))
     finally:
         if ray.is_initialized():
             cluster.down(NAME)
