@@ -13,7 +13,8 @@ returns is to be carried out in order. It ties the planner's parts together and 
 A generation stays with the model that it was submitted to. After an update to another one, workers of the old model
 take nothing but what was submitted to it, and go when that has ended.
 
-Promises. Tokens of a generation are delivered in order, each once, and never retracted, whatever happens to workers.
+Promises. Tokens of a generation are delivered in order, each once, and never retracted, whatever happens to workers:
+only a `Cancel` that says how many to keep takes the others back. So are log-probabilities of its prompt.
 Each accepted generation ends exactly once; with `FAILED` comes an error. A refusal changes nothing but its answer. An
 answer of a worker or an incarnation that is not planned for is dropped, so is a repeated one. A `Submit` under the id
 of a generation that has not ended is dropped too: an answer to it would end the other.
@@ -43,6 +44,7 @@ from microtome.planner.events import (
     CloneSession,
     CloseSession,
     Deliver,
+    DeliverPrompt,
     DeliverStep,
     DrainBegun,
     Event,
@@ -71,7 +73,7 @@ from microtome.planner.events import (
 from microtome.planner.fault import fault_of
 from microtome.planner.fleet import Fleet
 from microtome.planner.forecast import step_us
-from microtome.planner.generations import Generation, Rank, State, check_options
+from microtome.planner.generations import Generation, Rank, State, check_options, policy_of
 from microtome.planner.models import Models
 from microtome.planner.noting import idle_note, note_of
 from microtome.planner.outlook import Outlook
@@ -249,7 +251,8 @@ class Control:
         for (name, seed), transcript in zip(event.siblings, twins, strict=True):
             twin = self._sessions.open(session.tenant, session.cache_salt, opened=False)
             twin.transcript, twin.model = transcript, served
-            seeded = replace(options, sampling=replace(options.sampling, seed=seed))
+            # The prompt is the same for all: the first completion says how likely it is.
+            seeded = replace(options, sampling=replace(options.sampling, seed=seed, prompt_logprobs=None))
             sibling = self._begin(name, twin, prompt, seeded)
             sibling.leader = first
             first.followers.append(sibling)
@@ -270,7 +273,8 @@ class Control:
         session.pending = False
         session.generation = g
         g.generated_from = len(session.transcript)
-        g.sampling = replace(options.sampling, prompt_tokens=g.generated_from, stop_token_ids=options.stop_token_ids)
+        g.sampling = policy_of(options, g.generated_from)
+        g.reported = g.generated_from - g.prompt_tokens
         self._generations[name] = g
         session.model.line.expect(g)
         if options.deadline_us is not None:
@@ -285,7 +289,8 @@ class Control:
     def _cancel(self, event: Cancel) -> None:
         g = self._generations.get(event.generation)
         if g is not None:
-            self._finish(g, FinishReason.CANCELLED)
+            reason = FinishReason.CANCELLED if event.keep is None else FinishReason.STOP
+            self._finish(g, reason, keep=event.keep)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._now:
@@ -302,8 +307,12 @@ class Control:
         error: BatchingError | None = None,
         tokens: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs | None, ...] = (),
+        keep: int | None = None,
     ) -> None:
-        """The generation is over; `tokens` are its last, counted already. Cells go when nothing of it is under way."""
+        """The generation is over; `tokens` are its last, counted already. Cells go when nothing of it is under way.
+
+        `keep`: what it delivered behind so many tokens is void.
+        """
         session, r = g.session, g.session.resident
         w = self._roster.home_of(r)
         line = session.model.line
@@ -315,6 +324,12 @@ class Control:
             w.end(r)
             r.ended = reason
             self._roster.touch(w)
+        if keep is not None and keep < g.delivered:
+            void = g.delivered - keep
+            del session.transcript[len(session.transcript) - void :]
+            g.delivered = keep
+            self._counters.output_tokens -= void
+            self._counters.overshoot_tokens += void
         g.state = State.ENDED
         g.finish = reason
         del self._generations[g.id]
@@ -386,6 +401,13 @@ class Control:
         beside: list[TokenLogprobs | None] = []
         settled: list[Resident] = []
         at = void = 0
+        if step.asking:
+            self._take_prompt_logprobs(step, result)
+        for share in step.shares:
+            r = share.resident
+            r.rows -= 1
+            if not r.rows and (r.leaving or r.generation is None):
+                settled.append(r)
         for one, r in zip(step.inputs, step.residents, strict=True):
             r.rows -= 1
             g = r.generation
@@ -423,6 +445,23 @@ class Control:
         for r in settled:
             if r.session.id not in w.idle:  # else its generation's end has seen to it
                 self._settled(w, r)
+
+    def _take_prompt_logprobs(self, step: Step, result: StepResult) -> None:
+        """Deliver how likely the tokens of prompts are, each position once."""
+        at = 0
+        for index in step.asking:
+            one, g = step.inputs[index], step.residents[index].generation
+            count = one.width - one.wants_output
+            logprobs: tuple[TokenLogprobs | None, ...] = result.prompt_logprobs[at : at + count]
+            at += count
+            if g is None:
+                continue
+            if one.start == 0 and g.reported == 0:
+                logprobs = (None, *logprobs)  # nothing is in front of the first token of all
+            offset = g.reported - (g.generated_from - g.prompt_tokens)
+            g.reported += len(logprobs)
+            if logprobs:
+                self._out.append(DeliverPrompt(generation=g.id, offset=offset, logprobs=logprobs))
 
     def _settled(self, w: WorkerPlan, r: Resident) -> None:
         """Nothing of the resident is under way: it leaves, or is trimmed to what its session has committed."""
@@ -522,7 +561,8 @@ class Control:
         rank = self._rank(min(note.submitted_us, self._now), options.priority)
         g = Generation(note.generation, session, options, note.prompt_tokens, self._now, rank)
         g.base, g.generated_from, g.consumed = note.base, note.generated_from, note.generated_from
-        g.sampling = replace(options.sampling, prompt_tokens=note.generated_from, stop_token_ids=options.stop_token_ids)
+        g.sampling = policy_of(options, note.generated_from)
+        g.reported = g.generated_from
         g.checked = True
         g.delivered = len(found.transcript) - note.generated_from
         g.state = State.RUNNING
@@ -535,11 +575,17 @@ class Control:
         prompt, tokens = found.transcript[begin : note.generated_from], tuple(found.transcript[note.generated_from :])
         fingerprint = w.capability.fingerprint
         self._out.append(Restored(generation=g.id, prompt=tuple(prompt), options=options, fingerprint=fingerprint))
+        if options.sampling.prompt_logprobs is not None:
+            of_prompt = found.reported(begin, note.generated_from)
+            self._out.append(DeliverPrompt(generation=g.id, offset=0, logprobs=of_prompt))
+        logprobs: tuple[TokenLogprobs | None, ...] = ()
+        if options.sampling.logprobs is not None:
+            logprobs = found.reported(note.generated_from, len(found.transcript))
         w.adopt(session, sequence, g, found.sampled and found.finish is None)
         if found.finish is not None:
-            self._finish(g, found.finish, tokens=tokens)
+            self._finish(g, found.finish, tokens=tokens, logprobs=logprobs)
         elif tokens:
-            self._out.append(Deliver(generation=g.id, offset=0, tokens=tokens))
+            self._out.append(Deliver(generation=g.id, offset=0, tokens=tokens, logprobs=logprobs))
 
     def _rank(self, submitted_us: int, priority: int) -> Rank:
         return (submitted_us - priority * self._config.priority_ageing_ms * 1000, self._arrivals)
@@ -719,6 +765,8 @@ class Control:
                     self._out.append(RunStep(worker=w.id, plan=plan))
                 parked += w.parked
                 w.parked.clear()
+                self._counters.cached_tokens += w.found_tokens
+                w.found_tokens = 0
             for g in parked:
                 g.parked += 1
                 g.session.model.line.add_returning(g)
@@ -776,6 +824,7 @@ class Control:
             r = g.session.resident
             assert r is not None
             begin = g.generated_from - g.prompt_tokens
+            r.prompt_from = begin
             g.cached_tokens = max(0, r.planned - max(begin, had_tokens))
             g.first_step_us = self._now
             self._counters.cached_tokens += g.cached_tokens

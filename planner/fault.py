@@ -14,6 +14,9 @@ def fault_of(result: StepResult, step: Step, w: WorkerPlan) -> str | None:
         return f"step {result.step} was answered with {len(result.tokens)} tokens, {step.outputs} were asked for"
     if result.logprobs and len(result.logprobs) != step.outputs:
         return f"step {result.step} was answered with {len(result.logprobs)} logprobs for {step.outputs} tokens"
+    if len(result.prompt_logprobs) != step.prompt_rows:
+        asked = f"{step.prompt_rows} were asked for"
+        return f"step {result.step} was answered with {len(result.prompt_logprobs)} logprobs of prompts, {asked}"
     if result.tokens and (min(result.tokens) < 0 or max(result.tokens) >= w.capability.vocab_size):
         return f"step {result.step} brought a token that is not below the vocabulary size {w.capability.vocab_size}"
     return None

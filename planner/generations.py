@@ -5,6 +5,7 @@ Owns the numbers of one client call. Its tokens lie in its session's transcript;
 """
 
 import math
+from dataclasses import replace
 from enum import Enum
 
 from microtome.planner.errors import BadInput
@@ -53,6 +54,7 @@ class Generation:
         "parked",
         "prompt_tokens",
         "rank",
+        "reported",
         "sampling",
         "session",
         "state",
@@ -82,6 +84,7 @@ class Generation:
         self.base = 0  # the session's committed length when it began
         self.had_pending = False  # the session had a token to be joined to the prompt
         self.generated_from = 0  # position of the first generated token
+        self.reported = 0  # prompt positions [0, reported) need no log-probability, or their caller has it
         self.consumed = 0  # prompt positions [0, consumed) have been run, on whatever worker
         self.delivered = 0
         self.cached_tokens = 0
@@ -97,6 +100,16 @@ class Generation:
         self.charged = False  # its tokens to its tenant
         self.checked = False  # its numbers against a worker's limits
 
+    @property
+    def runs_from(self) -> int | None:
+        """Its prompt is to be run from this position on, cached or not: it is asked how likely what follows is.
+
+        None: nothing is, or its caller has all of it.
+        """
+        if self.sampling.prompt_logprobs is None or self.reported >= self.generated_from:
+            return None
+        return max(0, self.reported - 1)
+
     def ends_with(self, token: int) -> FinishReason | None:
         """The reason if `token`, counted in `delivered` already, is the last. A stop wins over the limit (J10)."""
         if token in self.stop:
@@ -104,6 +117,12 @@ class Generation:
         if self.delivered >= self.limit:
             return FinishReason.LENGTH
         return None
+
+
+def policy_of(options: GenerationOptions, generated_from: int) -> SamplingParams:
+    """How the tokens from `generated_from` on are drawn. What an earlier call has delivered counts as generated."""
+    begin = generated_from - options.delivered_before
+    return replace(options.sampling, prompt_tokens=begin, stop_token_ids=options.stop_token_ids)
 
 
 def check_options(options: GenerationOptions) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from microtome.planner.errors import BadInput
 from microtome.planner.types import GenerationId, GenerationOptions, SamplingParams, SessionId
 
-_VERSION = 2
+_VERSION = 3
+_OLDEST = 2  # that is still read: it knows no texts to stop at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Note:
     max_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     delivered_before: int = 0
+    stop_texts: tuple[str, ...] = ()
     length: int | None = None  # of an idle session: committed tokens; what the sequence has beyond is void
     pending: int | None = None  # of an idle session: the token delivered last, if it was not run
 
@@ -41,6 +43,7 @@ class Note:
             tenant=self.tenant,
             cache_salt=self.cache_salt,
             delivered_before=self.delivered_before,
+            stop_texts=self.stop_texts,
         )
 
 
@@ -58,6 +61,7 @@ def encode_note(note: Note) -> bytes:
             note.max_new_tokens,
             note.stop_token_ids,
             note.delivered_before,
+            note.stop_texts,
         ]
     return json.dumps([_VERSION, session, generation], separators=(",", ":")).encode()
 
@@ -66,13 +70,15 @@ def decode_note(data: bytes) -> Note:
     """Raises `BadInput` for bytes that `encode_note` of this version did not write."""
     try:
         version, session, generation = json.loads(data)
-        if version != _VERSION:
-            raise BadInput(f"a sequence's note has version {version}, this driver reads {_VERSION}")
+        if not _OLDEST <= version <= _VERSION:
+            raise BadInput(f"a sequence's note has version {version}, this driver reads {_OLDEST} to {_VERSION}")
         number, opened, tenant, salt, length, pending = session
         note = Note(session=number, opened=bool(opened), tenant=tenant, cache_salt=salt, length=length, pending=pending)
         if generation is None:
             return note
-        name, prompt, begin, base, submitted, priority, limit, stop, before = generation
+        if version == _OLDEST:
+            generation = [*generation, ()]
+        name, prompt, begin, base, submitted, priority, limit, stop, before, texts = generation
     except (ValueError, TypeError) as error:
         raise BadInput(f"a sequence's note is not one of ours: {data[:40]!r}") from error
     return Note(
@@ -89,4 +95,5 @@ def decode_note(data: bytes) -> Note:
         max_new_tokens=limit,
         stop_token_ids=tuple(stop),
         delivered_before=before,
+        stop_texts=tuple(texts),
     )

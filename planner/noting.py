@@ -35,5 +35,6 @@ def note_of(g: Generation) -> bytes:
         max_new_tokens=g.limit,
         stop_token_ids=g.options.stop_token_ids,
         delivered_before=g.options.delivered_before,
+        stop_texts=g.options.stop_texts,
     )
     return encode_note(note)

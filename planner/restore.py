@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from microtome.planner.errors import BadInput
 from microtome.planner.notes import Note, decode_note
-from microtome.planner.types import FinishReason, GenerationOptions, SequenceSnapshot
+from microtome.planner.types import FinishReason, GenerationOptions, SequenceSnapshot, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,13 @@ class Found:
     options: GenerationOptions | None  # None: the session is idle
     finish: FinishReason | None  # the generation was over, and nobody had told the worker
     sampled: bool  # the transcript's last token is on the device, sampled last
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # what the worker has kept, of the tokens from `logprobs_from` on
+    logprobs_from: int = 0
+
+    def reported(self, start: int, end: int) -> tuple[TokenLogprobs | None, ...]:
+        """Of the tokens in [start, end), as far as it is kept."""
+        kept, first = self.logprobs, self.logprobs_from
+        return tuple([kept[at - first] if 0 <= at - first < len(kept) else None for at in range(start, end)])
 
 
 def read_snapshot(snapshot: SequenceSnapshot) -> Found | None:
@@ -52,4 +59,12 @@ def read_snapshot(snapshot: SequenceSnapshot) -> Found | None:
             del tokens[at + 1 :]
             break
     options = note.options(snapshot.sampling)
-    return Found(note=note, transcript=tokens, options=options, finish=finish, sampled=sampled)
+    return Found(
+        note=note,
+        transcript=tokens,
+        options=options,
+        finish=finish,
+        sampled=sampled,
+        logprobs=snapshot.logprobs,
+        logprobs_from=snapshot.logprobs_from,
+    )

@@ -4,17 +4,27 @@ Owns what is true of one incarnation: which session lies in which sequence, what
 sequence operations wait for the next step. `Control` decides who comes and goes; this class keeps the books exact and
 forms steps. A step is formed, then settled once: `settle` on its result, or `abort_all` when the worker refused it.
 
-The work of a step grows with the inputs in it, not with residents, pool or history; only relief under pressure looks
-at every resident. Cells, widths and positions count tokens.
+No token of a prompt is computed twice while somebody else's computation of it is planned. Chunks enter the prefix tree
+as they are planned, with the cells that will hold them; every session whose prompt goes on likewise takes those cells
+over, and has that much less to run, in the same step or a later one. Steps run in order, so do the inputs of one, and
+each forward writes its cells before it reads any: what is shared is there when it is read. Nobody waits for anybody:
+whoever's turn comes first computes, whatever its rank, and a share once taken is as good as a cell of one's own, which
+its first owner's cancellation or parking does not touch. It stands and falls with a step alone: `abort_all` takes it
+back, newest first, with the steps that were to write it.
+
+The work of a step grows with the inputs in it and the cells they share, not with residents, pool or history; only
+relief under pressure looks at every resident. Cells, widths and positions count tokens.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from microtome.planner.cells import CellPlan, CellTable
 from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import BadConfig
+from microtome.planner.followers import Followers
 from microtome.planner.generations import Generation, Rank
 from microtome.planner.policies import POLICIES
 from microtome.planner.prefix import PrefixCache
@@ -26,8 +36,10 @@ from microtome.planner.slicing import CheapestPlanner
 from microtome.planner.types import (
     Annotate,
     Capability,
+    Cell,
     CloneSequence,
     DropSequence,
+    ExtendSequence,
     Input,
     InputFlag,
     Kind,
@@ -48,15 +60,37 @@ _NARROWEST_CHUNK = 16  # tokens; narrower ones would cost more steps than they s
 _DECODE_FLAGS = int(InputFlag.WANTS_OUTPUT | InputFlag.FEEDBACK)
 _DECODE = Kind.DECODE
 _WANTS_OUTPUT = int(InputFlag.WANTS_OUTPUT)
+_ASKS = int(InputFlag.PROMPT_LOGPROBS)
 _NEWEST: Rank = (2**127, 0)  # junior to every generation
 
 Slices = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
+class Share(NamedTuple):
+    """A resident that took over cells from position `start` on, which the step or one before it is to write."""
+
+    resident: Resident
+    start: int
+    op: ExtendSequence  # sent with the step or the next one
+
+
 class Step:
     """A step under way: one entry per input in packed order, and what is needed to take it back."""
 
-    __slots__ = ("after_pause", "cells", "inputs", "number", "ops", "outputs", "prefilled", "residents", "sent_us")
+    __slots__ = (
+        "after_pause",
+        "asking",
+        "cells",
+        "inputs",
+        "number",
+        "ops",
+        "outputs",
+        "prefilled",
+        "prompt_rows",
+        "residents",
+        "sent_us",
+        "shares",
+    )
 
     def __init__(
         self,
@@ -69,6 +103,8 @@ class Step:
         sent_us: int,
         after_pause: bool,
         prefilled: int,
+        shares: list[Share],
+        asking: Sequence[int],
     ) -> None:
         self.number = number
         self.inputs = inputs
@@ -78,6 +114,9 @@ class Step:
         self.ops = ops
         self.sent_us = sent_us
         self.prefilled = prefilled  # tokens given, not fed back
+        self.shares = shares  # settled with it
+        self.asking = asking  # indices of the inputs that ask how likely their prompt is
+        self.prompt_rows = sum([inputs[at].width - inputs[at].wants_output for at in asking]) if asking else 0
         self.after_pause = after_pause  # before it there was nothing to do: the worker's gap is no idling
 
 
@@ -144,6 +183,9 @@ class WorkerPlan:
         self._next_step = last_step + 1
         self._refusals = 0  # of the steps under way, how many were refused; those behind them are about to be
         self._ops: list[SequenceOp] = []
+        self._followers = Followers()
+        self._forming: tuple[CellPlan, list[Share]] | None = None  # of the step that is being formed
+        self.found_tokens = 0  # of prompts, shared after their start; `Control` takes them
         self._slices: dict[int, Slices] = {}
 
     # --- reading ---
@@ -194,6 +236,8 @@ class WorkerPlan:
         r.generation = generation
         r.ended = None
         r.feedback_at = None  # what was sampled for an earlier generation is given as a token
+        if generation.runs_from is not None:
+            self._trim(r, generation.runs_from)
         self._count(generation, 1)
         self.scheduler.admit(session.id, priority=generation.options.priority, tenant=generation.options.tenant)
         self._submit(r)
@@ -305,8 +349,8 @@ class WorkerPlan:
         """The next step, if one may be sent and there is work. Sessions that gave way for it are in `parked`."""
         if not self.may_plan:
             return None
-        batch = self._form_batch()
-        if not batch and (self.in_flight or not self._ops):
+        batch, shares, cell_plan = self._form_batch()
+        if not batch and not shares and (self.in_flight or not self._ops):
             self._paused = not self.in_flight
             return None  # operations alone wait for the next step, unless none is coming
         residents = self.residents
@@ -317,20 +361,26 @@ class WorkerPlan:
         flags: list[int] = []
         tokens: list[int] = []
         decodes: list[Input] = []  # of the step after this one
+        asking: list[int] = []
+        next_tokens: list[int] = []
         for one, r in zip(batch, holders, strict=True):
             end = one.start + one.width
-            r.rows += 1
-            r.planned = end
             if one.kind is _DECODE:
+                r.rows += 1
+                r.planned = end
                 flags.append(_DECODE_FLAGS)
             else:
                 tokens += r.session.transcript[one.start : end]
-                r.undone -= one.width
-                self.undone_tokens -= one.width
+                flag = 0
+                if self._asks(one):
+                    flag = _ASKS
+                    asking.append(len(flags))
+                    if not one.wants_output:
+                        next_tokens.append(r.session.transcript[end])
                 if not one.wants_output:
-                    flags.append(0)
+                    flags.append(flag)
                     continue
-                flags.append(_WANTS_OUTPUT)
+                flags.append(_WANTS_OUTPUT | flag)
             r.outputs += 1
             r.feedback_at = end
             g = r.generation
@@ -339,12 +389,11 @@ class WorkerPlan:
                 # Written out: a call and a conversion per token are a tenth of the planner's time.
                 following = Input(session=one.session, kind=_DECODE, start=end, width=1, wants_output=True)  # type: ignore[arg-type]
                 decodes.append(following)
-        cell_plan = self.table.plan(list(zip(sequences, starts, widths, strict=True))) if batch else None
         if decodes:
             accepted = self.scheduler.submit(decodes)
             assert accepted, "a decode of one token is never refused"
         total = sum(widths)
-        outputs = len(flags) - flags.count(0)
+        outputs = len(flags) - flags.count(0) - flags.count(_ASKS)
         slices = self._slices.get(total) or self._plan_slices(total)
         ops = tuple(self._ops)
         self._ops.clear()
@@ -352,7 +401,9 @@ class WorkerPlan:
             self.quiet_since_us = now_us
         number = StepNumber(self._next_step)
         self._next_step += 1
-        self.in_flight.append(Step(number, batch, holders, outputs, cell_plan, ops, now_us, self._paused, len(tokens)))
+        self.in_flight.append(
+            Step(number, batch, holders, outputs, cell_plan, ops, now_us, self._paused, len(tokens), shares, asking)
+        )
         self._paused = False
         return StepPlan(
             incarnation=self.incarnation,
@@ -368,6 +419,7 @@ class WorkerPlan:
             slice_offsets=slices[0],
             slice_lengths=slices[1],
             slice_methods=slices[2],
+            next_tokens=next_tokens,
         )
 
     def settle(self, result: StepResult) -> Step:
@@ -375,6 +427,8 @@ class WorkerPlan:
         step = self.in_flight.popleft()
         if step.cells is not None:
             self.table.commit(step.cells)
+            if self.prefix is not None:
+                self.prefix.settle(step.cells.cells)
         self.refused_steps = 0
         self.steps += 1
         self.step_us += result.step_us
@@ -435,15 +489,24 @@ class WorkerPlan:
         session = generation.session
         if not self.has_sequence:
             return None
-        shared = self.prefix.match(self.prefix_key(session), session.transcript) if self.prefix else ()
+        found: tuple[Cell, ...] = ()
+        place, written = None, 0
+        if self.prefix is not None:
+            found, place = self.prefix.find(self.prefix_key(session), session.transcript)
+            if generation.runs_from is not None:
+                found, place = found[: generation.runs_from], None
+            written = self.prefix.planned_from(found)
         # Opened before the question whether it fits: cells it shares cannot be evicted for it.
-        sequence = self.table.open(shared)
-        if not self._fits(generation, len(session.transcript) - len(shared)):
+        sequence = self.table.open(found[:written])
+        if not self._fits(generation, len(session.transcript) - len(found)):
             self.table.remove(sequence)
             return None
-        self._ops.append(OpenSequence(sequence, tuple(shared)))
-        r = Resident(session, self.id, sequence, len(shared))
-        r.inserted = len(shared)
+        self._ops.append(OpenSequence(sequence, found[:written]))
+        r = Resident(session, self.id, sequence, written)
+        r.inserted = written
+        r.place = place
+        if written < len(found):
+            self._take_over(r, found[written:])
         return r
 
     def _clone_leader(self, generation: Generation) -> Resident | None:
@@ -491,7 +554,8 @@ class WorkerPlan:
 
     def _submit(self, r: Resident) -> None:
         """Let the scheduler hold what the resident has to run, from its planned length on."""
-        inputs = r.next_inputs(self.limits.max_prefill_tokens)
+        self._follow(r)
+        inputs = r.next_inputs(self.limits.max_prefill_tokens, self.capability.max_output_rows)
         if not inputs:
             return
         accepted = self.scheduler.submit(inputs)
@@ -501,6 +565,7 @@ class WorkerPlan:
             self.undone_tokens += r.undone
 
     def _withdraw(self, r: Resident) -> None:
+        self._part(r)
         self.scheduler.dismiss(r.session.id)
         self.undone_tokens -= r.undone
         r.undone = 0
@@ -521,31 +586,211 @@ class WorkerPlan:
         if not self._priorities[priority]:
             del self._priorities[priority]
 
+    # --- inside: what prompts have in common ---
+
+    def _follow(self, r: Resident) -> None:
+        """A prompt is about to be prefilled: it takes over what is planned of it already, and whatever comes."""
+        g = r.generation
+        if self.prefix is None or g is None or r.leaving or r.feedback_at == r.planned or g.runs_from is not None:
+            return
+        if r.place is None:
+            key, transcript = self.prefix_key(r.session), r.session.transcript
+            r.place = self.prefix.place(key, transcript, r.planned)
+            if r.place is None and not r.rows:
+                self.remember(r)
+                r.place = self.prefix.place(key, transcript, r.planned)
+        self._extend(r)
+
+    def _extend(self, r: Resident) -> None:
+        """Let a resident take over what others have planned, or computed, of the tokens that come next in its prompt.
+
+        Costs one look-up where that is nothing, else the tokens.
+        """
+        if self.prefix is None or r.place is None:
+            return
+        cells = self.prefix.follow(r.place, r.session.transcript)
+        if cells:
+            self._take_over(r, cells)
+        self._wait(r)
+
+    def _take_over(self, r: Resident, cells: Sequence[Cell]) -> None:
+        """Lengthen a resident by cells that hold, or are to hold, the next tokens of its prompt."""
+        assert self.prefix is not None
+        start = r.planned
+        op = ExtendSequence(r.sequence, tuple(cells))
+        self._ops.append(op)
+        if r.rows or self.prefix.planned_from(cells) < len(cells):
+            plan, shares = self._newest()
+            self.table.share(plan, r.sequence, cells)
+            shares.append(Share(r, start, op))
+            r.rows += 1
+        else:
+            self.table.extend(r.sequence, cells)
+        r.planned = start + len(cells)
+        if r.undone:
+            r.undone -= len(cells)
+            self.undone_tokens -= len(cells)
+            self.scheduler.skip(r.session.id, r.planned)
+        self._count_found(r, start, len(cells))
+
+    def _newest(self) -> tuple[CellPlan, list[Share]]:
+        """What cells are shared with that are not written yet: the newest step."""
+        if self._forming is not None:
+            return self._forming
+        step = next(step for step in reversed(self.in_flight) if step.cells is not None)
+        assert step.cells is not None
+        return step.cells, step.shares
+
+    def _wait(self, r: Resident) -> None:
+        """Let a resident be found by whoever plans the next token of its prompt."""
+        assert self.prefix is not None
+        assert r.place is not None
+        frontier = self.prefix.frontier(r.place, r.session.transcript)
+        if frontier is None or r.place.position != r.planned:
+            self._part(r)  # the tree was cut in front of it
+        else:
+            self._followers.wait(r, frontier, r.session.transcript[r.planned])
+
+    def _part(self, r: Resident) -> None:
+        """It has no more to prefill, or no place in the tree."""
+        if r.place is not None:
+            r.place = None
+            self._followers.leave(r.session.id)
+
+    def _count_found(self, r: Resident, start: int, tokens: int) -> None:
+        """So many tokens from `start` on need not be computed; below 0: they have to be, after all."""
+        g = r.generation
+        if g is not None and r.prompt_from is not None:
+            found = max(0, abs(tokens) - max(0, r.prompt_from - start))
+            g.cached_tokens += found if tokens > 0 else -found
+            self.found_tokens += found if tokens > 0 else 0
+
     # --- inside: steps ---
 
-    def _form_batch(self) -> Sequence[Input]:
+    def _form_batch(self) -> tuple[Sequence[Input], list[Share], CellPlan | None]:
+        """The inputs of the next step, with their cells; what it shares."""
+        shares: list[Share] = []
         batch: Sequence[Input] = self.scheduler.next_batch()
         if not batch:
-            return batch
-        batch = self._within_output_rows(batch)
-        needed = sum([one.width for one in batch])
-        short = needed - self.table.free_cells
-        if short > 0 and self.prefix is not None:
-            short -= self.prefix.evict(short)
-        return self._relieve(batch) if short > 0 else batch
+            return batch, shares, None
+        batch = self._within_output_rows(batch, self.capability.max_output_rows)
+        short = sum([one.width for one in batch]) - self.table.free_cells
+        if short > self.cells_cached:
+            if self.prefix is not None:
+                self.prefix.evict(short)
+            batch = self._relieve(batch)
+        decodes = batch
+        if batch and batch[-1].kind is not _DECODE:
+            decodes = [one for one in batch if one.kind is _DECODE]
+        if decodes:
+            self._evict_for(len(decodes))
+            residents = self.residents
+            plan = self.table.plan([(residents[one.session].sequence, one.start, 1) for one in decodes])
+        if len(decodes) == len(batch):
+            return batch, shares, plan if decodes else None
+        if not decodes:
+            plan = self.table.begin()
+        self._forming = (plan, shares)
+        prefills = self._plan_prefills(batch[len(decodes) :], self._rows_left(decodes))
+        self._forming = None
+        if not (decodes or prefills or shares):
+            self.table.abort(plan)
+            return (), shares, None
+        return [*decodes, *prefills], shares, plan
 
-    def _within_output_rows(self, batch: Sequence[Input]) -> Sequence[Input]:
+    def _plan_prefills(self, chunks: Sequence[Input], rows: int) -> list[Input]:
+        """Give chunks their cells, in turn, less what somebody else plans; where that leaves room, further ones.
+
+        `rows`: of output that the step can still have. What finds no cell goes back to the scheduler.
+        """
+        planned: list[Input] = []
+        in_step: set[SessionId] = set()
+        while chunks:
+            unused: list[tuple[SessionId, int]] = []
+            for at, one in enumerate(chunks):
+                r = self.residents[one.session]
+                if one.session not in in_step:
+                    self._extend(r)
+                shared = min(r.planned, one.end) - one.start
+                if shared:
+                    unused.append((one.session, shared))
+                    if shared == one.width:
+                        continue
+                    one = replace(one, start=Position(one.start + shared), width=one.width - shared)
+                if not self._evict_for(one.width):
+                    self.scheduler.put_back([one, *self._left_of(chunks[at + 1 :])])
+                    return planned
+                in_step.add(one.session)
+                planned.append(one)
+                rows -= self._logits_rows(one)
+                self._plan_chunk(r, one, in_step)
+            chunks = self._within_output_rows(self.scheduler.more(unused), rows) if unused else ()
+        return planned
+
+    def _plan_chunk(self, r: Resident, one: Input, in_step: set[SessionId]) -> None:
+        """Give a chunk its cells, and share them with those whose prompts go on with the same tokens.
+
+        A session that has a chunk in this step before this one takes them over later: its operations come first.
+        """
+        assert self._forming is not None
+        cells = self.table.grow(self._forming[0], r.sequence, one.start, one.width)
+        r.rows += 1
+        r.planned = one.end
+        r.undone -= one.width
+        self.undone_tokens -= one.width
+        if self.prefix is None or r.place is None:
+            return
+        grown = self.prefix.grow(r.place, r.session.transcript, cells)
+        if r.undone:
+            self._wait(r)
+        else:
+            self._part(r)
+        if grown is not None:
+            at, frontier = grown
+            for follower in self._followers.of(frontier, r.session.transcript[at]):
+                if follower.session.id not in in_step:
+                    self._extend(follower)
+
+    def _left_of(self, chunks: Sequence[Input]) -> list[Input]:
+        """Chunks that were handed out, less what their sessions share by now."""
+        left = []
+        for one in chunks:
+            start = max(one.start, min(self.residents[one.session].planned, one.end))
+            if start < one.end:
+                left.append(replace(one, start=Position(start), width=one.end - start))
+        return left
+
+    def _evict_for(self, needed: int) -> bool:
+        """Whether so many cells are free, after cached ones were given up for them."""
+        short = needed - self.table.free_cells
+        return short <= 0 or (self.prefix is not None and self.prefix.evict(short) >= short)
+
+    def _rows_left(self, decodes: Sequence[Input]) -> int:
+        return self.capability.max_output_rows - sum([one.wants_output for one in decodes])
+
+    def _within_output_rows(self, batch: Sequence[Input], limit: int) -> Sequence[Input]:
         """What the worker can sample in one step; inputs beyond wait for the next, and their sessions' behind them."""
-        limit = self.capability.max_output_rows
-        if len(batch) <= limit:
+        if len(batch) <= limit and (not batch or batch[-1].kind is _DECODE):
             return batch
         kept: list[Input] = []
         later: list[Input] = []
+        blocked: set[SessionId] = set()
         for one in batch:
-            if one.wants_output and limit == 0:
+            rows = self._logits_rows(one)
+            if one.session in blocked:
+                later.append(one)
+                continue
+            if rows > limit:
+                blocked.add(one.session)
+            if rows > limit and rows > 1 and limit:
+                # Of a prompt that is asked about, as much as there are rows left for.
+                kept.append(replace(one, width=limit, wants_output=False))
+                later.append(replace(one, start=Position(one.start + limit), width=one.width - limit))
+                limit = 0
+            elif rows > limit:
                 later.append(one)
             else:
-                limit -= one.wants_output
+                limit -= rows
                 kept.append(one)
         self.scheduler.put_back(later)
         return kept
@@ -571,10 +816,19 @@ class WorkerPlan:
             if kept or self.in_flight:
                 break
             # Nothing fits and no step under way will free a cell: a more senior session's input was not handed out yet.
-            batch = self._within_output_rows(self.scheduler.next_batch())
+            batch = self._within_output_rows(self.scheduler.next_batch(), self.capability.max_output_rows)
         # Of those that found no cell some may have given way to one that was handed out after them.
         self.scheduler.put_back([one for one in later if self._stays(one.session)])
         return [one for one in batch if (one.session, one.start) in kept and self._stays(one.session)]
+
+    def _asks(self, one: Input) -> bool:
+        """Whether it is to be reported how likely the tokens behind those of this input are."""
+        g = self.residents[one.session].generation
+        asked_from = g.runs_from if g is not None and one.kind is not _DECODE else None
+        return asked_from is not None and one.start >= asked_from
+
+    def _logits_rows(self, one: Input) -> int:
+        return one.width if self._asks(one) else int(one.wants_output)
 
     def _stays(self, session: SessionId) -> bool:
         r = self.residents.get(session)
@@ -612,6 +866,9 @@ class WorkerPlan:
         """Take back every step under way, newest first, as if none had been formed. Returns who was in them."""
         touched: dict[SessionId, Resident] = {}
         ops: list[SequenceOp] = []
+        void: set[int] = set()  # operations that share what will not be written
+        if self.prefix is not None:
+            self.prefix.forget_planned()
         while self.in_flight:
             step = self.in_flight.pop()
             if step.cells is not None:
@@ -619,19 +876,28 @@ class WorkerPlan:
             for one, r in zip(reversed(step.inputs), reversed(step.residents), strict=True):
                 r.rows -= 1
                 r.outputs -= one.wants_output
-                r.planned = one.start
+                r.planned = min(r.planned, one.start)
                 r.feedback_at = one.start if one.kind is Kind.DECODE else None
                 touched[one.session] = r
+            for share in step.shares:
+                r = share.resident
+                r.rows -= 1
+                r.planned = min(r.planned, share.start)
+                touched[r.session.id] = r
+                void.add(id(share.op))
+                self._count_found(r, share.start, -len(share.op.cells))
             ops = [*step.ops, *ops]
             self._next_step = step.number
-        self._ops = ops + self._ops
+        self._ops = [op for op in ops + self._ops if id(op) not in void]
         again: list[Input] = []
         for session, r in touched.items():
             if self.residents.get(session) is r and r.generation is not None and not r.leaving:
                 self.scheduler.cancel(session)
                 self.undone_tokens -= r.undone
                 r.undone = 0
-                inputs = r.next_inputs(self.limits.max_prefill_tokens)
+                self._part(r)
+                self._follow(r)
+                inputs = r.next_inputs(self.limits.max_prefill_tokens, self.capability.max_output_rows)
                 if inputs and inputs[0].kind is Kind.PREFILL:
                     r.undone = sum(one.width for one in inputs)
                     self.undone_tokens += r.undone

@@ -19,6 +19,7 @@ from microtome.planner.types import (
     Cell,
     CloneSequence,
     DropSequence,
+    ExtendSequence,
     Incarnation,
     InputFlag,
     MethodSpec,
@@ -33,7 +34,7 @@ from microtome.planner.types import (
     TokenLogprobs,
     TruncateSequence,
 )
-from tests.support.fake_model import content, draw
+from tests.support.fake_model import content, draw, logprobs_of
 
 
 def method_table(widths: Sequence[int], max_step_tokens: int, min_prefill_tokens: int = 2) -> MethodTable:
@@ -63,18 +64,20 @@ def method_table(widths: Sequence[int], max_step_tokens: int, min_prefill_tokens
 
 
 class _Sequence:
-    __slots__ = ("cells", "last_sampled", "note", "sampling", "tokens")
+    __slots__ = ("awaited", "cells", "last_sampled", "note", "reported", "sampling")
 
-    def __init__(self, cells: list[int], tokens: list[int]) -> None:
+    def __init__(self, cells: list[int]) -> None:
         self.cells = cells
-        self.tokens = tokens
+        self.awaited: set[int] = set()  # cells it took over that the step in hand is to write
         self.last_sampled: int | None = None
         self.sampling: SamplingParams | None = None
         self.note = b""
+        self.reported: dict[int, TokenLogprobs] = {}  # by position
 
     def copy(self) -> "_Sequence":
-        twin = _Sequence(self.cells.copy(), self.tokens.copy())
+        twin = _Sequence(self.cells.copy())
         twin.last_sampled, twin.sampling, twin.note = self.last_sampled, self.sampling, self.note
+        twin.reported = self.reported.copy()
         return twin
 
 
@@ -151,10 +154,12 @@ class FakeExecutor:
             SequenceSnapshot(
                 sequence=SequenceId(number),
                 cells=tuple(Cell(c) for c in s.cells),
-                tokens=tuple(s.tokens),
+                tokens=tuple(self._token[c] for c in s.cells),
                 last_sampled=s.last_sampled,
                 sampling=s.sampling,
                 note=s.note,
+                logprobs=tuple(s.reported.get(at) for at in range(1, len(s.cells) + 1)) if s.reported else (),
+                logprobs_from=1,
             )
             for number, s in sorted(self._sequences.items())
         )
@@ -207,36 +212,50 @@ class FakeExecutor:
                 fresh.add(number)
             return sequences[number]
 
-        def create(number: int, cells: list[int], tokens: list[int]) -> None:
+        def create(number: int, cells: list[int]) -> None:
             if number in sequences:
                 raise StalePlan(f"sequence {number} is live already")
             if not 0 <= number < self._capability.max_sequences:
                 raise StalePlan(f"sequence {number} is not below max_sequences {self._capability.max_sequences}")
-            sequences[number] = _Sequence(cells, tokens)
+            sequences[number] = _Sequence(cells)
             fresh.add(number)
+
+        to_write = set(plan.cells)
+
+        def take_over(number: int, cells: Sequence[int]) -> None:
+            s = known(number)
+            for cell in cells:
+                self._check_cell(cell)
+                if cell in to_write:
+                    s.awaited.add(cell)
+                elif self._content[cell] is None:
+                    raise StalePlan(f"cell {cell} is shared with sequence {number} and was never written")
+                elif cell in s.cells:
+                    raise StalePlan(f"sequence {number} would hold cell {cell} twice")
+            s.cells += cells
 
         for op in plan.ops:
             match op:
                 case OpenSequence(number, cells):
-                    for cell in cells:
-                        self._check_cell(cell)
-                        if self._content[cell] is None:
-                            raise StalePlan(f"cell {cell} is shared with sequence {number} and was never written")
-                    create(number, [int(c) for c in cells], [self._token[c] for c in cells])
+                    create(number, [])
+                    take_over(number, [int(c) for c in cells])
+                case ExtendSequence(number, cells):
+                    take_over(number, [int(c) for c in cells])
                 case CloneSequence(number, source, upto):
                     origin = known(source)
                     if not 0 <= upto <= len(origin.cells):
                         raise StalePlan(
                             f"a clone of {upto} positions of sequence {source}, which has {len(origin.cells)}"
                         )
-                    create(number, origin.cells[:upto], origin.tokens[:upto])
+                    create(number, origin.cells[:upto])
                 case TruncateSequence(number, length):
                     s = known(number)
                     if not 0 <= length <= len(s.cells):
                         raise StalePlan(f"sequence {number} has {len(s.cells)} positions and cannot be cut to {length}")
                     if length < len(s.cells):
                         s.last_sampled = None
-                    del s.cells[length:], s.tokens[length:]
+                    del s.cells[length:]
+                    s.reported = {at: one for at, one in s.reported.items() if at < length}
                 case DropSequence(number):
                     known(number)
                     del sequences[number]
@@ -257,7 +276,9 @@ class FakeExecutor:
             raise StalePlan(f"{len(plan.cells)} cells for {total} tokens")
         if len(set(plan.cells)) != total:
             raise StalePlan("a cell is written twice in one step")
-        held: set[int] = {cell for s in sequences.values() for cell in s.cells} if plan.ops else set()
+        held: set[int] = set()
+        if plan.ops:
+            held = {cell for s in sequences.values() for cell in s.cells if cell not in s.awaited}
         for cell in plan.cells:
             self._check_cell(cell)
             if cell in held or (not plan.ops and self._holders[cell]):
@@ -265,7 +286,8 @@ class FakeExecutor:
         given: list[Sequence[int] | None] = []
         lengths: dict[int, int] = {}
         sampled: dict[int, bool] = {}
-        at = rows = 0
+        at = rows = written = followed = 0
+        unwritten = set(plan.cells) if any(s.awaited for s in sequences.values()) else set()
         for number, start, width, flags in zip(plan.sequences, plan.starts, plan.widths, plan.flags, strict=True):
             s = sequences.get(number)
             if s is None:
@@ -273,6 +295,10 @@ class FakeExecutor:
             length = lengths.get(number, len(s.cells))
             if start != length:
                 raise StalePlan(f"sequence {number} has {length} positions, the input starts at {start}")
+            if early := s.awaited & unwritten:
+                raise StalePlan(f"sequence {number} reads cell {min(early)} before the step has written it")
+            unwritten.difference_update(plan.cells[written : written + width])
+            written += width
             if width < 1 or start + width > self._capability.max_session_tokens:
                 raise StalePlan(
                     f"positions {start} to {start + width} do not fit a row of {self._capability.max_session_tokens}"
@@ -292,11 +318,17 @@ class FakeExecutor:
             wants = bool(flags & InputFlag.WANTS_OUTPUT)
             if wants and s.sampling is None:
                 raise StalePlan(f"sequence {number} has no sampling policy")
-            rows += wants
+            asks = bool(flags & InputFlag.PROMPT_LOGPROBS)
+            if asks and (s.sampling is None or s.sampling.prompt_logprobs is None):
+                raise StalePlan(f"sequence {number} does not ask about its prompt")
+            followed += asks and not wants
+            rows += width if asks else wants
             sampled[number] = wants
             lengths[number] = start + width
         if at != len(plan.tokens):
             raise StalePlan(f"{len(plan.tokens)} tokens are given, {at} are needed")
+        if len(plan.next_tokens) != followed:
+            raise StalePlan(f"{len(plan.next_tokens)} next tokens are given, {followed} are needed")
         if rows > self._capability.max_output_rows:
             raise StalePlan(f"{rows} outputs are wanted, {self._capability.max_output_rows} is the limit")
         return given
@@ -326,6 +358,8 @@ class FakeExecutor:
 
     def _take(self, sequences: dict[int, _Sequence]) -> None:
         if sequences != self._sequences:
+            for s in sequences.values():
+                s.awaited = set()
             holders = [0] * len(self._holders)
             for s in sequences.values():
                 for cell in s.cells:
@@ -337,6 +371,8 @@ class FakeExecutor:
         vocab_size = self._capability.vocab_size
         sampled: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
+        of_prompts: list[TokenLogprobs] = []
+        next_tokens = iter(plan.next_tokens)
         at = 0
         for number, width, flags, tokens in zip(plan.sequences, plan.widths, plan.flags, given, strict=True):
             s = self._sequences[number]
@@ -349,13 +385,20 @@ class FakeExecutor:
                 if held is None:
                     raise StepError(f"sequence {number} reads cell {cell}, which holds nothing")
                 attended += held
-            for token, cell in zip(tokens, plan.cells[at : at + width], strict=True):
+            asks = flags & InputFlag.PROMPT_LOGPROBS
+            for index, (token, cell) in enumerate(zip(tokens, plan.cells[at : at + width], strict=True)):
                 held = content(token, len(s.cells), attended)
                 self._content[cell], self._token[cell] = held, token
                 self._holders[cell] += 1
                 attended += held
                 s.cells.append(cell)
-                s.tokens.append(token)
+                if asks and (index + 1 < width or not flags & InputFlag.WANTS_OUTPUT):
+                    assert s.sampling is not None
+                    follows = tokens[index + 1] if index + 1 < width else next(next_tokens)
+                    one = logprobs_of(follows, len(s.cells), attended, s.sampling.prompt_logprobs)
+                    assert one is not None
+                    of_prompts.append(one)
+                    s.reported[len(s.cells)] = one
             at += width
             s.last_sampled = None
             if flags & InputFlag.WANTS_OUTPUT:
@@ -364,7 +407,10 @@ class FakeExecutor:
                 generated = position - s.sampling.prompt_tokens
                 s.last_sampled = draw(attended, position, s.sampling, generated, vocab_size)
                 sampled.append(s.last_sampled)
-                logprobs.append(_logprobs(s.last_sampled, s.sampling.logprobs))
+                one = logprobs_of(s.last_sampled, position, attended, s.sampling.logprobs)
+                logprobs.append(one)
+                if one is not None:
+                    s.reported[position] = one
         forwards = [0] * len(self._capability.table.methods)
         step_us = 0
         for length, method in zip(plan.slice_lengths, plan.slice_methods, strict=True):
@@ -378,13 +424,8 @@ class FakeExecutor:
             logprobs=tuple(logprobs) if any(logprobs) else (),
             step_us=step_us,
             forwards=tuple(forwards),
+            prompt_logprobs=tuple(of_prompts),
         )
-
-
-def _logprobs(token: int, count: int) -> TokenLogprobs | None:
-    if not count:
-        return None
-    return TokenLogprobs(-0.5, tuple((token + i, -0.5 - i) for i in range(count)))
 
 
 def build_executor(options: object) -> FakeExecutor:

@@ -7,7 +7,7 @@ sequence's row gives other tokens.
 
 from collections.abc import Sequence
 
-from microtome.planner.types import SamplingParams
+from microtome.planner.types import SamplingParams, TokenLogprobs
 
 _MASK = (1 << 61) - 1  # a Mersenne prime: sums stay small integers
 
@@ -33,6 +33,14 @@ def draw(attended: int, position: int, sampling: SamplingParams, generated: int,
             return token
         x = content(x, position, attended)
     raise AssertionError("every token is banned")
+
+
+def logprobs_of(token: int, position: int, attended: int, count: int | None) -> TokenLogprobs | None:
+    """How likely it is that `token` stands at `position`, after a history whose cells sum to `attended`."""
+    if count is None:
+        return None
+    own = content(token, position, attended) % 1024
+    return TokenLogprobs(-own / 64, tuple((token + i, -0.5 - i) for i in range(count)))
 
 
 def generate(

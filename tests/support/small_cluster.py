@@ -60,6 +60,7 @@ class SmallCluster:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, Deliver] = {}
         self.told: list[Instruction] = []  # everything, in order
+        self.sent: list[StepPlan] = []  # every plan, in order
         self._executor = {"usable_cells": 4096, "vocab_size": VOCAB, **executor}
         self._lives = 0
         self._names = 0
@@ -76,6 +77,7 @@ class SmallCluster:
         for instruction in instructions:
             if isinstance(instruction, RunStep):
                 self.plans[instruction.worker].append(instruction.plan)
+                self.sent.append(instruction.plan)
             elif isinstance(instruction, Deliver):
                 self._take(instruction)
         return instructions
@@ -86,6 +88,8 @@ class SmallCluster:
     def _take(self, d: Deliver) -> None:
         assert d.generation not in self.ends, f"{d.generation} goes on after its end"
         so_far = self.tokens.setdefault(d.generation, [])
+        if d.offset < len(so_far) and d.finish is FinishReason.STOP and not d.tokens:
+            del so_far[d.offset :]  # the caller said how many it keeps
         assert d.offset == len(so_far)
         so_far += d.tokens
         if d.finish is not None:
