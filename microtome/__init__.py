@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from microtome import errors
     from microtome.aio import AsyncClient
-    from microtome.answers import Completion, FinishReason, Model, ServiceStatus, Update, Usage
+    from microtome.answers import Completion, FinishReason, Model, ServiceStatus, Update, Usage, Whereabouts
     from microtome.client import Client
     from microtome.discovery import connect
     from microtome.errors import MicrotomeError
@@ -35,6 +35,7 @@ __all__ = [
     "ServiceStatus",
     "Update",
     "Usage",
+    "Whereabouts",
     "__version__",
     "connect",
     "errors",
@@ -52,6 +53,7 @@ _HOMES = {  # name → the module that defines it
     "ServiceStatus": "microtome.answers",
     "Update": "microtome.answers",
     "Usage": "microtome.answers",
+    "Whereabouts": "microtome.answers",
     "connect": "microtome.discovery",
 }
 

@@ -32,10 +32,13 @@ from microtome.cli_options import (
     MaxStepTokens,
     MinP,
     Model,
+    N,
+    Priority,
     Seed,
     Settings,
     StopTokenId,
     Temperature,
+    Tenant,
     Threads,
     TopK,
     TopP,
@@ -163,13 +166,18 @@ def generate(
     seed: Seed = None,
     stop_token_id: StopTokenId = None,
     ignore_eos: IgnoreEos = False,
+    n: N = None,
+    priority: Priority = None,
+    tenant: Tenant = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that all of it may take.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON when it is done.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as JSON when it is done, a line for each completion.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tokens and times, on standard error.")] = False,
     address: Address = local.DEFAULT_ADDRESS,
 ) -> None:
     """Generate text, and print it as it comes."""
-    from microtome.answers import completion_of
+    from microtome.printing import TextPrinter
     from microtome.timing import Timing
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -179,7 +187,7 @@ def generate(
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
     show = printable if sys.stdout.isatty() else str
-    updates = []
+    printer = TextPrinter(n or 1, lambda piece: print(show(piece), end="", flush=True))
     with microtome.Client(address) as client:
         timing = Timing(time.monotonic())
         generation = client.generate(
@@ -193,24 +201,25 @@ def generate(
             seed=seed,
             stop_token_ids=stop_token_id,
             ignore_eos=ignore_eos,
+            n=n,
+            priority=priority,
+            tenant=tenant,
             timeout_s=timeout_s,
         )
-        open_line = False
         try:
             for update in generation:
-                timing.note(time.monotonic(), len(update.token_ids))
-                updates.append(update)
-                if not as_json and update.text:
-                    print(show(update.text), end="", flush=True)
-                    open_line = not update.text.endswith("\n")
+                if not update.index:
+                    timing.note(time.monotonic(), len(update.token_ids))
+                if not as_json:
+                    printer.add(update)
         finally:
             generation.close()
-            if open_line:
-                print(flush=True)
-    completion = completion_of(updates)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(completion), ensure_ascii=False))
-    if verbose:
+            printer.end_line()
+    for completion in generation.completions:
+        if as_json:
+            print(json.dumps(dataclasses.asdict(completion), ensure_ascii=False))
+        if not verbose:
+            continue
         usage = completion.usage
         facts = [
             f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached)",
@@ -218,31 +227,56 @@ def generate(
             f"finish {completion.finish_reason}",
             f"seed {completion.seed}",
         ]
-        if timing.first_token_ms is not None:
+        if not completion.index and timing.first_token_ms is not None:
             facts.append(f"TTFT {timing.first_token_ms:.0f} ms")
-        if timing.mean_between_ms is not None:
+        if not completion.index and timing.mean_between_ms is not None:
             facts.append(f"ITL mean {timing.mean_between_ms:.1f} ms, p50 {timing.median_between_ms:.1f} ms")
         Console(stderr=True, highlight=False).print(Text("; ".join(facts), style="dim"), soft_wrap=True)
 
 
 @app.command()
 def status(
+    queue: Annotated[bool, typer.Option("--queue", help="What waits, in order, and what runs, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
     address: Address = local.DEFAULT_ADDRESS,
 ) -> None:
     """Say how the service is: model, workers, load, counters."""
     from microtome.status_view import UNWRAPPED, status_view
+    from microtome.whereabouts_view import queue_view
 
     with microtome.Client(address) as client:
         state, model = client.status(), client.model()
+        listed = client.queue() if queue else ()
     if as_json:
         told = {"model": model.name, **dataclasses.asdict(state)}
+        if queue:
+            told["queue"] = [dataclasses.asdict(one) for one in listed]
         print(json.dumps(told, ensure_ascii=False, indent=2))
         return
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a program: one line is one fact
         console.width = UNWRAPPED
     console.print(status_view(state, model, address))
+    if queue:
+        console.print(queue_view(listed))
+
+
+@app.command()
+def where(
+    generation_id: Annotated[str, typer.Argument(help="Its id, as every update and `status --queue` name it.")],
+    as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON, a line for each completion.")] = False,
+    address: Address = local.DEFAULT_ADDRESS,
+) -> None:
+    """Say where a generation is: how far, or what it waits for, how many come before it, and how long still."""
+    from microtome.whereabouts_view import sentence_of
+
+    with microtome.Client(address) as client:
+        places = client.where(generation_id)
+    for place in places:
+        if as_json:
+            print(json.dumps(dataclasses.asdict(place), ensure_ascii=False))
+        else:
+            print(f"completion {place.index}: {sentence_of(place)}" if len(places) > 1 else sentence_of(place))
 
 
 @app.command()

@@ -33,6 +33,9 @@ TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens
 MinP = Annotated[float | None, typer.Option(help="Draw from tokens this likely, relative to the first.")]
 Seed = Annotated[int | None, typer.Option(show_default="drawn", help="Equal seeds draw equal tokens.")]
 StopTokenId = Annotated[list[int] | None, typer.Option(help="Stop at this token, too; may be repeated.")]
+N = Annotated[int | None, typer.Option("--n", show_default="1", help="Completions of the prompt, 1 to 128.")]
+Priority = Annotated[int | None, typer.Option(show_default="0", help="Higher goes first.")]
+Tenant = Annotated[str | None, typer.Option(help="Whose share it counts against.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end tokens.")]
 
 

@@ -65,7 +65,8 @@ def test_the_address_may_come_from_the_environment(served: Served) -> None:
 
 def test_generate_hands_every_option_on(served: Served) -> None:
     options = (
-        "-n 9 -t 0.5 --top-k 4 --top-p 0.25 --min-p 0.125 --seed 7 --stop-token-id 5 --stop-token-id 6 --ignore-eos"
+        "-n 9 -t 0.5 --top-k 4 --top-p 0.25 --min-p 0.125 --seed 7 --stop-token-id 5 --stop-token-id 6 --ignore-eos "
+        "--n 1 --priority -3 --tenant acme"
     )
     assert run("generate", "hi", "-a", served.address, *options.split()).exit_code == 0
     [request] = served.service.seen
@@ -80,6 +81,9 @@ def test_generate_hands_every_option_on(served: Served) -> None:
         seed=7,
         stop_token_ids=[5, 6],
         ignore_eos=True,
+        n=1,
+        priority=-3,
+        tenant="acme",
     )
 
 
@@ -116,7 +120,54 @@ def test_generate_json_is_the_whole_generation(served: Served) -> None:
         "seed": 7,
         "finish_reason": "length",
         "usage": {"prompt_tokens": 3, "output_tokens": 5, "cached_tokens": 1},
+        "index": 0,
     }
+
+
+def test_several_completions_are_printed_one_behind_the_other_however_they_come(served: Served) -> None:
+    script = says(
+        response("b", 5, index=1, n=2),
+        response("a", 1, n=2),
+        response("B", 6, offset=1, index=1, n=2, last=True),
+        response("A\n", 2, offset=1, n=2, last=True),
+    )
+    served.service.scripts = [script]
+    result = run("generate", "hi", "-a", served.address, "--n", "2", "--verbose")
+    assert result.stdout == "[1 of 2]\naA\n[2 of 2]\nbB\n"
+    assert result.stderr.count("finish length") == 2
+    result = run("generate", "hi", "-a", served.address, "--n", "2", "--json")
+    assert [(one["index"], one["text"]) for one in map(json.loads, result.stdout.splitlines())] == [
+        (0, "aA\n"),
+        (1, "bB"),
+    ]
+    assert [request.n for request in served.service.asked(pb.GenerateRequest)] == [2, 2]
+
+
+def test_where_says_what_a_generation_waits_for(served: Served) -> None:
+    result = run("where", "g-9", "-a", served.address)
+    assert result.stdout.splitlines() == [
+        "completion 0: running on worker-0; 17 tokens after 5; parked 1 time; moved 2 times; 2.5 s old",
+        "completion 1: waiting, 3 before it, for want of: tenant share; 0 tokens after 5; first token in 1250 ms; "
+        "0.0 s old",
+    ]
+    del served.service.places[0]
+    assert run("where", "g-9", "-a", served.address).stdout.startswith("waiting, 3 before it")
+    told = json.loads(run("where", "g-9", "-a", served.address, "--json").stdout)
+    assert (told["waits_for"], told["predicted_ttft_s"], told["position"]) == ("tenant share", 1.25, 3)
+    served.service.failures = [(grpc.StatusCode.NOT_FOUND, "no generation 'g-9' is running or kept")]
+    assert sentence(run("where", "g-9", "-a", served.address)) == "no generation 'g-9' is running or kept"
+
+
+def test_status_with_the_queue_has_a_row_for_each_generation(served: Served) -> None:
+    lines = run("status", "--queue", "-a", served.address).stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("generation "))
+    assert lines[at + 1].split() == ["g-0", "running", "worker-0", "acme", "0", "5", "17", "1", "2", "2.5", "s"]
+    assert lines[at + 2].split()[:7] == ["g-1", "[1]", "waiting", "tenant", "share", "acme", "3"]
+    told = json.loads(run("status", "--queue", "--json", "-a", served.address).stdout)
+    assert [one["generation_id"] for one in told["queue"]] == ["g-0", "g-1"]
+    assert "queue" not in json.loads(run("status", "--json", "-a", served.address).stdout)
+    served.service.places.clear()
+    assert "no generation waits or runs" in run("status", "--queue", "-a", served.address).stdout
 
 
 def test_a_failure_in_mid_stream_keeps_the_text_on_its_own_line(served: Served) -> None:
