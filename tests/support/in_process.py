@@ -98,6 +98,10 @@ class InProcessWorkers:
     async def kill(self, worker: WorkerId) -> None:
         """The worker dies, and whoever watches its process is told."""
         await self.processes.pop(worker).stop()
+        self.say_ended(worker)
+
+    def say_ended(self, worker: WorkerId) -> None:
+        """Whoever watches its process is told that it died; the worker itself does not notice."""
         self._ended[worker]("killed by the test")
 
     async def end_all(self) -> None:
