@@ -35,6 +35,7 @@ from microtome.actors.requests import ServedModel
 from microtome.actors.revisions import Revisions, RevisionStore
 from microtome.actors.stages import Stage
 from microtome.actors.text import ModelText, load_model_text
+from microtome.actors.unreadable import UnreadableRequests
 from microtome.actors.whereabouts import listed
 from microtome.planner.control import Control
 from microtome.planner.errors import BadConfig, BatchingError, UnknownId, WorkerLost, WrongState
@@ -460,6 +461,7 @@ class DriverHost:
         service = self._config.service
         for left in reversed(range(tries)):
             server = grpc.aio.server(
+                interceptors=(UnreadableRequests(),),
                 options=(
                     ("grpc.so_reuseport", 0),  # a port in use is refused, not shared
                     ("grpc.max_receive_message_length", service.max_request_bytes),
