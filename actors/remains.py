@@ -2,7 +2,7 @@
 
 Two witnesses. The file of its last words (`last_words`), on any kernel. And the kernel itself, through a `ProcessWatch`
 held since the process was alive: Linux 6.15 and later tell its exit status to anybody, so that even SIGKILL, which
-leaves no word, has a name. Blocking calls, half a second at most.
+leaves no word, has a name. Blocking calls, less than a second.
 """
 
 import fcntl
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from microtome.actors.last_words import Words, oom_kills, read_words
+from microtome.actors.last_words import WHERE, Words, oom_kills, read_words
 
 DEATH_WAIT_S = 0.5  # its sockets close before it is gone: a big process takes a moment longer
+ANSWER_WAIT_S = 0.2  # for a process that is asked where it is
 LOOK_S = 0.01
 
 # `struct pidfd_info` of linux/pidfd.h, as of its first version with an exit code: mask, cgroup, 11 ids, exit code.
@@ -55,7 +56,7 @@ class Remains:
     exit_code: int | None = None
     step: int = 0  # the last one that began; 0: none did, or nobody can say
     in_step: bool = False
-    where: str = ""  # of a crash: the innermost Python frame
+    where: str = ""  # of a crash, or of a step that is under way: the innermost Python frames
     cause: str = ""  # in the process's own words
     oom_kills: int = 0  # of any process on its node, while it lived
 
@@ -67,6 +68,7 @@ class Remains:
     def __str__(self) -> str:
         if self.lives:
             text = "its process still ran" + (f" in step {self.step}" if self.step and self.in_step else "")
+            text += f", at {self.where}" if self.where else ""
             return text + (", stopped by a signal" if self.stopped else "")
         if self.signal:
             text = f"its process was killed by {self.signal}"
@@ -113,7 +115,10 @@ class ProcessWatch:
 
 
 def examine(trace: Trace, watch: ProcessWatch | None = None) -> Remains | None:
-    """Look at the process on this machine, giving one that dies a moment to do so. None: nothing is known of it."""
+    """Look at the process on this machine, giving one that dies a moment to do so. None: nothing is known of it.
+
+    One that is still in a step is asked where, with a signal that may end it: only for a process that is to be ended.
+    """
     path = Path(trace.words) if trace.words else None
     end_s = time.monotonic() + DEATH_WAIT_S
     while True:
@@ -126,8 +131,25 @@ def examine(trace: Trace, watch: ProcessWatch | None = None) -> Remains | None:
             break
         time.sleep(LOOK_S)
     if lives:
+        if words is not None and words.in_step and not stopped:
+            words = _asked_where(trace, words)
         return _found(words, lives=True, stopped=stopped)
     return _found(words, status=_status_soon(watch))
+
+
+def _asked_where(trace: Trace, words: Words) -> Words:
+    """The words, with where the step thread is."""
+    try:
+        os.kill(trace.pid, WHERE)
+    except OSError:
+        return words
+    end_s = time.monotonic() + ANSWER_WAIT_S
+    while time.monotonic() < end_s:
+        time.sleep(LOOK_S)
+        told = read_words(Path(trace.words))
+        if told is not None and told.stands:
+            return told
+    return words
 
 
 def _status_soon(watch: ProcessWatch | None) -> int | None:
@@ -156,7 +178,7 @@ def _found(words: Words | None, *, lives: bool = False, stopped: bool = False, s
         exit_code=exit_code,
         step=words.step,
         in_step=words.in_step,
-        where=words.where,
+        where=words.stands if lives else words.where,
         cause=words.cause,
         oom_kills=max(0, oom_kills() - words.oom_kills),
     )
