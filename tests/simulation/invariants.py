@@ -16,6 +16,7 @@ def check(control: Control) -> None:
     for w in control._roster:
         check_cells(w)
         check_residents(w)
+        check_prefixes(w)
         check_steps(w, control._config.plan_ahead)
     check_generations(control)
     check_bounds(control)
@@ -61,6 +62,9 @@ def check_residents(w: WorkerPlan) -> None:
             rows[one.session] += 1
             outputs[one.session] += one.wants_output
             assert w.residents.get(one.session) is r, f"session {one.session} left with a step under way"
+        for r, _, _ in step.shares:
+            rows[r.session.id] += 1
+            assert w.residents.get(r.session.id) is r, f"session {r.session.id} left and waits for what it shares"
     running = 0
     for session, r in w.residents.items():
         assert r.session.id == session
@@ -80,6 +84,21 @@ def check_residents(w: WorkerPlan) -> None:
     assert w.running == running, f"{w.running} sessions run, {running} were counted"
     assert w.undone_tokens == sum(r.undone for r in w.residents.values()), "tokens to prefill are counted wrong"
     assert w.undone_tokens >= 0
+
+
+def check_prefixes(w: WorkerPlan) -> None:
+    """What prompts have in common is in the tree, under the cells that hold it, and known to those that wait."""
+    if w.prefix is None:
+        return
+    under_way = {cell for step in w.in_flight if step.cells for cell in step.cells.cells}
+    assert w.prefix._planned <= under_way & w.table._held, "a cell counts as planned and no step is to write it"
+    for session, r in w.residents.items():
+        waits = session in w._followers
+        assert waits == (r.place is not None), f"session {session} has a place in the tree and cannot be found, or not"
+        if r.place is not None:
+            assert r.undone, f"session {session} follows others and has nothing to prefill"
+            assert r.place.position == r.planned, f"session {session} is planned to {r.planned}, not {r.place.position}"
+    assert set(w._followers._spots) <= set(w.residents), "somebody who is gone follows others"
 
 
 def check_steps(w: WorkerPlan, plan_ahead: int) -> None:

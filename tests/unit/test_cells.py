@@ -22,7 +22,7 @@ class AgainstADictionary(RuleBasedStateMachine):
         self.histories: dict[int, list[int]] = {}
         self.committed: dict[int, int] = {}
         self.held: set[int] = set()
-        self.plans: list[tuple[CellPlan, list[tuple[int, int]]]] = []
+        self.plans: list[tuple[CellPlan, list[tuple[int, int]]]] = []  # with each one's sequences and tokens, in order
 
     def free(self) -> list[int]:
         used = {cell for history in self.histories.values() for cell in history} | self.held
@@ -111,6 +111,64 @@ class AgainstADictionary(RuleBasedStateMachine):
                 self.histories[sequence] += free[:width]
                 free = free[width:]
 
+    @rule()
+    def begin(self) -> None:
+        plan = self.table.begin()
+        assert plan.cells == []
+        self.plans.append((plan, []))
+
+    @precondition(lambda self: self.plans)
+    @rule(sequence=IDS, width=st.integers(1, 4), newest=st.booleans())
+    def grow(self, sequence: int, width: int, newest: bool) -> None:
+        plan, grown = self.plans[-1 if newest else 0]
+        free, start = self.free(), len(self.histories.get(sequence, ()))
+        if plan is not self.plans[-1][0]:
+            with pytest.raises(WrongState):
+                self.table.grow(plan, SequenceId(sequence), start, width)
+        elif sequence not in self.histories:
+            with pytest.raises(BadInput):
+                self.table.grow(plan, SequenceId(sequence), start, width)
+        elif width > len(free):
+            with pytest.raises(AtCapacity):
+                self.table.grow(plan, SequenceId(sequence), start, width)
+        else:
+            before = list(plan.cells)
+            assert self.table.grow(plan, SequenceId(sequence), start, width) == free[:width]
+            assert plan.cells == before + free[:width]
+            self.histories[sequence] += free[:width]
+            grown.append((sequence, width))
+
+    @precondition(lambda self: self.plans)
+    @rule(sequence=IDS, source=IDS, start=st.integers(0, 6), count=st.integers(1, 6), newest=st.booleans())
+    def share(self, sequence: int, source: int, start: int, count: int, newest: bool) -> None:
+        """What somebody else has planned, in this plan or in one before it, or committed."""
+        plan, grown = self.plans[-1 if newest else 0]
+        cells = [Cell(cell) for cell in self.histories.get(source, [])[start : start + count]]
+        if plan is not self.plans[-1][0]:
+            with pytest.raises(WrongState):
+                self.table.share(plan, SequenceId(sequence), cells)
+        elif sequence not in self.histories:
+            with pytest.raises(BadInput):
+                self.table.share(plan, SequenceId(sequence), cells)
+        elif sequence != source and cells:
+            self.table.share(plan, SequenceId(sequence), cells)
+            self.histories[sequence] += cells
+            grown.append((sequence, len(cells)))
+
+    @rule(sequence=IDS, source=IDS, upto=st.integers(1, 6))
+    def extend(self, sequence: int, source: int, upto: int) -> None:
+        cells = self.histories.get(source, [])[: min(upto, self.committed.get(source, 0))]
+        if sequence not in self.histories:
+            with pytest.raises(BadInput):
+                self.table.extend(SequenceId(sequence), [Cell(cell) for cell in cells])
+        elif self.in_flight(sequence):
+            with pytest.raises(WrongState):
+                self.table.extend(SequenceId(sequence), [Cell(cell) for cell in cells])
+        else:
+            self.table.extend(SequenceId(sequence), [Cell(cell) for cell in cells])
+            self.histories[sequence] += cells
+            self.committed[sequence] += len(cells)
+
     @precondition(lambda self: self.plans)
     @rule()
     def commit(self) -> None:
@@ -124,7 +182,7 @@ class AgainstADictionary(RuleBasedStateMachine):
     def abort(self) -> None:
         plan, grown = self.plans.pop()
         self.table.abort(plan)
-        for sequence, width in grown:
+        for sequence, width in reversed(grown):
             del self.histories[sequence][-width:]
 
     @rule(sequence=IDS, start=st.integers(0, 6), count=st.integers(0, 6))
@@ -143,8 +201,8 @@ class AgainstADictionary(RuleBasedStateMachine):
     @rule()
     def move_to_a_new_table(self) -> None:
         """As after a restart of the driver: what the worker holds, committed, and no cache."""
-        if self.plans:
-            return
+        if self.plans or any(len(set(history)) < len(history) for history in self.histories.values()):
+            return  # a worker's sequence holds no cell twice
         self.table = CellTable(CELLS, SEQUENCES)
         self.table.restore({SequenceId(s): [Cell(c) for c in h] for s, h in self.histories.items()})
         self.held.clear()
@@ -156,7 +214,7 @@ class AgainstADictionary(RuleBasedStateMachine):
         assert (table.free_cells, table.used_cells) == (len(free), CELLS - len(free))
         assert table.live_sequences == len(self.histories)
         assert table.outstanding_plans == len(self.plans)
-        owners = [sum(cell in history for history in self.histories.values()) for cell in range(CELLS)]
+        owners = [sum(history.count(cell) for history in self.histories.values()) for cell in range(CELLS)]
         assert table.idle_cells == sum(not owners[cell] for cell in self.held)
         for cell in range(CELLS):
             assert table.references(Cell(cell)) == owners[cell] + (cell in self.held)
@@ -173,6 +231,41 @@ class AgainstADictionary(RuleBasedStateMachine):
 
 AgainstADictionary.TestCase.settings = settings(deadline=None, max_examples=120, stateful_step_count=40)
 test_the_table_agrees_with_a_dictionary = AgainstADictionary.TestCase
+
+
+def test_what_is_shared_of_an_aborted_plan_is_no_history_and_its_cells_are_free() -> None:
+    table = CellTable(usable_cells=8, max_sequences=2)
+    writer, reader = table.open(), table.open()
+    first = table.plan([(writer, 0, 3)])
+    second = table.begin()
+    table.share(second, reader, first.cells)
+    table.grow(second, reader, 3, 2)
+    assert (table.length(reader), table.committed(reader), table.used_cells) == (5, 0, 5)
+    table.abort(second)
+    table.abort(first)
+    assert (table.length(reader), table.length(writer), table.used_cells) == (0, 0, 0)
+
+
+def test_what_is_shared_outlives_its_writer_once_both_plans_are_committed() -> None:
+    table = CellTable(usable_cells=8, max_sequences=2)
+    writer, reader = table.open(), table.open()
+    plan = table.begin()
+    cells = table.grow(plan, writer, 0, 3)
+    table.share(plan, reader, cells)
+    with pytest.raises(WrongState):
+        table.remove(writer)
+    table.commit(plan)
+    table.remove(writer)
+    assert (table.committed(reader), table.used_cells) == (3, 3)
+
+
+def test_only_the_newest_plan_is_added_to() -> None:
+    table = CellTable(usable_cells=8, max_sequences=2)
+    sequence = table.open()
+    older = table.plan([(sequence, 0, 2)])
+    table.begin()
+    with pytest.raises(WrongState, match="cannot be added to: the newest outstanding plan comes first"):
+        table.grow(older, sequence, 2, 1)
 
 
 @pytest.fixture

@@ -1,18 +1,20 @@
 """The prefix cache against a model that keeps every prefix by itself and looks at all of them each time."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from microtome.planner.cells import CellTable
+from microtome.planner.cells import CellPlan, CellTable
 from microtome.planner.errors import BadInput
+from microtome.planner.prefix import Place as PathPlace
 from microtome.planner.prefix import PrefixCache, PrefixKey
 from microtome.planner.types import Cell, SequenceId
 
-CELLS, SEQUENCES = 150, 4
+CELLS, SEQUENCES, PROMPTS_AT_ONCE = 150, 4, 3
 # Few prompts, so that they come again; they part at the first token, in the middle of a run, and behind a long one.
 LONG = [5] * 18
 PROMPTS = st.sampled_from(
@@ -35,19 +37,34 @@ KEYS = st.sampled_from([("weights", ""), ("weights", "salt")])
 Place = tuple[PrefixKey, tuple[int, ...]]  # one cached token: the key, and all tokens up to it
 
 
+@dataclass
+class Prefilling:
+    """A session whose prompt is planned in chunks, what others planned of it taken over."""
+
+    sequence: SequenceId
+    key: PrefixKey
+    tokens: list[int]
+    place: PathPlace
+    at: int = 0  # tokens planned
+
+
 class AgainstEveryPrefix(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table = CellTable(CELLS, SEQUENCES)
+        self.table = CellTable(CELLS, SEQUENCES + PROMPTS_AT_ONCE)
         self.cache = PrefixCache(self.table)
         self.cached: dict[Place, Cell] = {}
         self.stamps: dict[Place, int] = {}
         self.clock = 0
         self.sessions: list[tuple[SequenceId, PrefixKey, list[int]]] = []
+        self.prompts: list[Prefilling] = []
+        self.plans: list[tuple[CellPlan, Prefilling, int]] = []  # with where their tokens begin
+        self.planned: set[Cell] = set()
         self.hits = self.misses = 0
 
     def is_idle(self, place: Place) -> bool:
-        return not any(self.cached[place] in self.table.cells(sequence) for sequence, _, _ in self.sessions)
+        live = [sequence for sequence, _, _ in self.sessions] + [prompt.sequence for prompt in self.prompts]
+        return not any(self.cached[place] in self.table.cells(sequence) for sequence in live)
 
     def prefixes(self, key: PrefixKey, tokens: Sequence[int]) -> list[Place]:
         return [(key, tuple(tokens[:end])) for end in range(1, len(tokens) + 1)]
@@ -72,6 +89,7 @@ class AgainstEveryPrefix(RuleBasedStateMachine):
         """A session computes a prompt: on what is cached, or all of it again."""
         if len(self.sessions) == SEQUENCES:
             self.table.remove(self.sessions.pop(0)[0])
+        self.settle()
         shared: tuple[Cell, ...] = ()
         if not cold:
             places = self.longest(key, tokens[:-1])
@@ -109,6 +127,110 @@ class AgainstEveryPrefix(RuleBasedStateMachine):
                 self.cached[place] = cell
         if places:
             self.use(places)
+
+    @rule(key=KEYS, tokens=PROMPTS)
+    def begin_prompt(self, key: PrefixKey, tokens: list[int]) -> None:
+        """A session is to be prefilled, on what is cached or planned."""
+        if len(self.prompts) == PROMPTS_AT_ONCE:
+            self.finish_prompt(0)
+        places = self.longest(key, tokens[:-1])
+        shared, place = self.cache.find(key, tokens)
+        assert list(shared) == [self.cached[at] for at in places]
+        planned = [cell in self.planned for cell in shared]
+        assert self.cache.planned_from(shared) == (planned.index(True) if True in planned else len(planned))
+        self.hits += len(shared)
+        self.misses += len(tokens) - len(shared)
+        if places:
+            self.use(places)
+        prompt = Prefilling(self.table.open(), key, tokens, place)
+        self.prompts.append(prompt)
+        self.take_over(prompt, list(shared))
+
+    def take_over(self, prompt: Prefilling, cells: list[Cell]) -> None:
+        plan = self.table.begin()
+        self.table.share(plan, prompt.sequence, cells)
+        self.plans.append((plan, prompt, prompt.at))
+        prompt.at += len(cells)
+
+    @rule(number=st.integers(0, PROMPTS_AT_ONCE - 1), width=st.integers(1, 12), follow=st.booleans())
+    def plan_chunk(self, number: int, width: int, follow: bool) -> None:
+        """A session's next chunk is planned and cached, after it took over what others had planned, or not."""
+        if number >= len(self.prompts):
+            return
+        prompt = self.prompts[number]
+        key, tokens = prompt.key, prompt.tokens
+        reached = self.longest(key, tokens[: prompt.at])
+        lost = len(reached) < prompt.at
+        if follow:
+            places = self.longest(key, tokens[:-1])
+            more = [] if lost else [self.cached[at] for at in places[prompt.at :]]
+            assert self.cache.follow(prompt.place, tokens) == more
+            self.hits += len(more)
+            self.misses -= len(more)
+            if more:
+                self.use(places)
+                self.take_over(prompt, more)
+        end = min(len(tokens), prompt.at + width)
+        if end == prompt.at or end - prompt.at > self.table.free_cells:
+            return
+        plan = self.table.begin()
+        cells = self.table.grow(plan, prompt.sequence, prompt.at, end - prompt.at)
+        self.plans.append((plan, prompt, prompt.at))
+        frontier = self.cache.frontier(prompt.place, tokens)
+        assert (frontier is None) == lost
+        grown = self.cache.grow(prompt.place, tokens, cells)
+        places = self.prefixes(key, tokens[:end])
+        new = [at for at in places if at not in self.cached]
+        if lost or not new:
+            assert grown is None
+            if not lost:
+                self.use(places)
+        else:
+            at = end - len(new)
+            assert grown == (at, self.cached[places[at - 1]] if at else key)
+            for place, cell in zip(new, cells[len(cells) - len(new) :], strict=True):
+                self.cached[place] = cell
+            self.planned.update(cells[len(cells) - len(new) :])
+            self.use(places)
+        prompt.at = end
+        if lost:
+            self.finish_prompt(number)
+
+    @rule()
+    def settle(self) -> None:
+        """The worker has run everything that was planned."""
+        for plan, _, _ in self.plans:
+            self.table.commit(plan)
+            self.cache.settle(plan.cells)
+        self.plans.clear()
+        self.planned.clear()
+
+    @rule()
+    def take_back(self) -> None:
+        """The worker has refused everything that was planned."""
+        self.cache.forget_planned()
+        gone = {place for place, cell in self.cached.items() if cell in self.planned}
+        for key, tokens in list(self.cached):
+            if any((key, tokens[:end]) in gone for end in range(1, len(tokens) + 1)):
+                del self.cached[key, tokens]
+        self.planned.clear()
+        for plan, prompt, at in reversed(self.plans):
+            self.table.abort(plan)
+            prompt.at = min(prompt.at, at)
+        self.plans.clear()
+        for prompt in list(self.prompts):
+            place = self.cache.place(prompt.key, prompt.tokens, prompt.at)
+            if place is None:
+                self.finish_prompt(self.prompts.index(prompt))
+            else:
+                prompt.place = place
+                self.misses += len(prompt.tokens) - prompt.at
+
+    @rule(number=st.integers(0, PROMPTS_AT_ONCE - 1))
+    def finish_prompt(self, number: int) -> None:
+        if number < len(self.prompts):
+            self.settle()
+            self.table.remove(self.prompts.pop(number).sequence)
 
     @rule(number=st.integers(0, SEQUENCES - 1))
     def close(self, number: int) -> None:
@@ -156,7 +278,9 @@ class AgainstEveryPrefix(RuleBasedStateMachine):
         assert self.cache.cached_cells == len(self.cached)
         idle = sum(map(self.is_idle, self.cached))
         assert self.cache.evictable_cells == self.table.idle_cells == idle
-        owned = {cell for sequence, _, _ in self.sessions for cell in self.table.cells(sequence)}
+        live = [sequence for sequence, _, _ in self.sessions] + [prompt.sequence for prompt in self.prompts]
+        owned = {cell for sequence in live for cell in self.table.cells(sequence)}
+        assert self.planned >= self.cache._planned
         assert self.table.used_cells == len(owned | set(self.cached.values()))
         assert all(self.table.is_held(cell) for cell in self.cached.values())
         assert len(set(self.cached.values())) == len(self.cached)
@@ -166,6 +290,8 @@ class AgainstEveryPrefix(RuleBasedStateMachine):
             assert self.cache.peek(key, [*tokens, 99, 99]) == len(tokens)
 
     def teardown(self) -> None:
+        while self.prompts:
+            self.finish_prompt(0)
         for sequence, _, _ in self.sessions:
             self.table.remove(sequence)
         assert self.cache.evict(CELLS) == len(self.cached)
@@ -320,3 +446,74 @@ def test_a_tail_in_use_is_not_met_again_by_every_eviction(table: CellTable) -> N
     cache._next_tail = lambda: met.append(tail := next_tail()) or tail  # type: ignore[func-returns-value, method-assign]
     assert [cache.evict(5) for _ in range(10)] == [5] * 10
     assert len(met) == 4 + 10
+
+
+# --- along a prompt ---
+
+
+def test_a_place_in_the_middle_of_a_run_is_found_again_when_the_run_is_split_behind_it(table: CellTable) -> None:
+    cache = PrefixCache(table)
+    place = cache.find(KEY, [7] * 30)[1]
+    reader = table.open()
+    plan = table.begin()
+    cache.grow(place, [7] * 30, table.grow(plan, reader, 0, 6))
+    table.commit(plan)
+    cache.settle(plan.cells)
+    longer, other = computed(table, 20), computed(table, 14)
+    cache.insert(KEY, [7] * 20, table.cells(longer))
+    cache.insert(KEY, [7] * 12 + [1, 2], table.cells(other))
+    assert cache.frontier(place, [7] * 30) == table.cells(reader)[5]
+    assert cache.follow(place, [7] * 10 + [3] * 20) == list(table.cells(longer, 6, 10))
+    assert place.position == 10
+
+
+def test_a_place_is_lost_with_the_tokens_before_it_and_not_misled_by_what_grows_there_instead(table: CellTable) -> None:
+    cache, sequence = PrefixCache(table), computed(table, 10)
+    cache.insert(KEY, [7] * 10, table.cells(sequence))
+    place = cache.place(KEY, [7] * 30, 10)
+    assert place is not None
+    table.remove(sequence)
+    cache.evict(4)  # of the same run that the place is in
+    another = computed(table, 30)
+    cache.insert(KEY, [7] * 6 + [8] * 24, table.cells(another))
+    assert cache.frontier(place, [7] * 30) is None
+    assert cache.follow(place, [7] * 30) == []
+    assert cache.grow(place, [7] * 30, table.cells(another, 10, 12)) is None
+    assert cache.place(KEY, [7] * 30, 10) is None
+
+
+def test_a_prompt_that_finds_nothing_new_looks_at_no_token_behind_it(table: CellTable) -> None:
+    cache, sequence = PrefixCache(table), computed(table, 3000)
+    cache.insert(KEY, [7] * 3000, table.cells(sequence))
+    prompt = Counted([7] * 3000 + [8] * 3000)
+    place = cache.find(KEY, prompt)[1]
+    prompt.looked = 0
+    assert cache.follow(place, prompt) == []
+    assert prompt.looked <= 1
+
+
+def test_growing_costs_the_tokens_that_are_added_and_not_those_before_them(table: CellTable) -> None:
+    cache, sequence = PrefixCache(table), computed(table, 3000)
+    cache.insert(KEY, [7] * 3000, table.cells(sequence))
+    prompt = Counted([7] * 3000 + [8] * 500)
+    place = cache.find(KEY, prompt)[1]
+    prompt.looked = 0
+    plan = table.begin()
+    cells = table.grow(plan, sequence, 3000, 100)
+    assert cache.grow(place, prompt, cells) == (3000, table.cells(sequence)[2999])
+    assert prompt.looked <= 110
+    assert cache.planned_from(table.cells(sequence)) == 3000
+
+
+def test_what_hangs_on_a_planned_cell_goes_with_it(table: CellTable) -> None:
+    cache = PrefixCache(table)
+    writer, committed = table.open(), computed(table, 8)
+    place = cache.find(KEY, [1] * 9)[1]
+    plan = table.begin()
+    cache.grow(place, [1] * 9, table.grow(plan, writer, 0, 4))
+    cache.insert(KEY, [1] * 8, table.cells(committed))  # computed apart: its first four are not the cache's
+    assert cache.cached_cells == 8
+    cache.forget_planned()
+    table.abort(plan)
+    assert (cache.cached_cells, table.used_cells) == (0, 8)
+    assert cache.insert(KEY, [1] * 8, table.cells(committed)) == 8
