@@ -88,7 +88,7 @@ class ModelText:
 
     tokenizer: Tokenizer
     end_token_ids: tuple[int, ...]
-    architecture: str
+    architecture: str  # the library's name of the model's class
 
 
 def load_model_text(model: str) -> ModelText:
@@ -97,7 +97,7 @@ def load_model_text(model: str) -> ModelText:
     return ModelText(
         tokenizer=Tokenizer(checkpoint),
         end_token_ids=end_token_ids(checkpoint),
-        architecture=checkpoint.architecture,
+        architecture=checkpoint.model_class,
     )
 
 

@@ -4,7 +4,8 @@ gRPC reads a request before any code of ours sees the call, so what could not be
 ends before the service is asked. Costs one wrapping per method, and nothing per message.
 """
 
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -64,6 +65,15 @@ def _wrapped(handler: "Handler", name: str) -> "Handler":
 
     unary: Any = handler.unary_unary
     stream: Any = handler.unary_stream
+    if inspect.isasyncgenfunction(stream):
+
+        async def iterated(request: Any, context: "Context") -> AsyncIterator[Any]:
+            if isinstance(request, _Unreadable):
+                await refuse(request, context)
+            async for message in stream(request, context):
+                yield message
+
+        return grpc.unary_stream_rpc_method_handler(iterated, read_or_mark, handler.response_serializer)
     if stream is not None:
 
         async def streamed(request: Any, context: "Context") -> None:

@@ -71,6 +71,14 @@ class Checkpoint:
     config: Any  # transformers.PretrainedConfig of the text model
 
     @property
+    def model_class(self) -> str:
+        """Name of the library's class for it, such as "LlamaForCausalLM". No class is loaded."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.architecture]
+        return name if isinstance(name, str) else str(name[0])
+
+    @property
     def is_gguf(self) -> bool:
         return self.path.is_file()
 

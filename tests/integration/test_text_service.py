@@ -89,7 +89,7 @@ async def test_stop_token_is_among_the_tokens_and_not_in_the_text(service: Servi
 
 async def test_model_is_described(service: Service) -> None:
     model = await service.stub.GetModel(pb.GetModelRequest())
-    assert model.architecture == "llama"
+    assert model.architecture == "LlamaForCausalLM"
     assert model.has_chat_template
     assert list(model.end_token_ids) == [2]
     assert (model.vocab_size, model.context_tokens) == (320, 1024)

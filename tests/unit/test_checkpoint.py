@@ -5,8 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from microtome.cuda_runtime.checkpoint import end_token_ids, find_checkpoint, fingerprint, load_tokenizer
+from microtome.cuda_runtime.checkpoint import (
+    SUPPORTED_ARCHITECTURES,
+    Checkpoint,
+    end_token_ids,
+    find_checkpoint,
+    fingerprint,
+    load_tokenizer,
+)
 from microtome.cuda_runtime.model import load_model
 from microtome.planner.errors import BadConfig
 from tests.support.toy_model import VOCABULARY, toy_directory
@@ -32,7 +40,17 @@ def test_a_directory_is_described_without_its_weights(toy: Path) -> None:
     (toy / "model.safetensors").write_bytes(b"never read")
     checkpoint = find_checkpoint(str(toy))
     assert (checkpoint.architecture, checkpoint.context_length) == ("llama", 1024)
+    assert checkpoint.model_class == "LlamaForCausalLM"
     assert (checkpoint.vocab_size, checkpoint.name, checkpoint.path) == (VOCABULARY, "toy", toy.resolve())
+
+
+@pytest.mark.parametrize("architecture", sorted(SUPPORTED_ARCHITECTURES))
+def test_every_supported_architecture_has_the_name_of_the_class_that_the_library_builds(architecture: str) -> None:
+    config = AutoConfig.for_model(architecture)
+    checkpoint = Checkpoint(
+        path=Path("/m"), name="m", architecture=architecture, context_length=8, vocab_size=8, config=config
+    )
+    assert checkpoint.model_class == AutoModelForCausalLM._model_mapping[type(config)].__name__
 
 
 def test_the_tokenizer_round_trips_and_has_a_chat_template(toy: Path) -> None:
