@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from microtome.actors.crew import Member, State
@@ -17,6 +17,7 @@ from microtome.actors.remains import Loss
 from microtome.actors.streams import Stream
 from microtome.planner.errors import BadConfig
 from microtome.planner.status import ControlStatus
+from microtome.planner.tenant_counters import OTHERS
 
 LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
@@ -37,6 +38,15 @@ COUNTERS = (
     ("step_us", "microtome_step_seconds", 1e-6, "Time in steps, all workers"),
     ("idle_us", "microtome_idle_seconds", 1e-6, "Time between steps, all workers"),
 )
+# Of `planner.tenant_counters.TenantCounters`: field, name of the metric, help.
+TENANT_COUNTERS = (
+    ("generations", "microtome_tenant_generations", "Generations ended"),
+    ("refused", "microtome_tenant_refused", "Generations refused at submission"),
+    ("prompt_tokens", "microtome_tenant_prompt_tokens", "Prompt tokens of ended generations"),
+    ("cached_tokens", "microtome_tenant_cached_tokens", "Of those, found in the prefix cache"),
+    ("output_tokens", "microtome_tenant_output_tokens", "Tokens delivered by ended generations"),
+)
+OTHER_TENANTS = "(other)"
 FINISHES = (("stopped", "stop"), ("reached_limit", "length"), ("cancelled", "cancelled"), ("failed", "failed"))
 
 
@@ -119,7 +129,26 @@ class Metrics(Collector):
             written, recording = seen.journal.written_bytes, seen.journal.recording
             yield CounterMetricFamily("microtome_journal_bytes", "Written to the journal by this driver", value=written)
             yield GaugeMetricFamily("microtome_journal_recording", "1 while the journal has no gap", value=recording)
+        if len(status.tenants) > 1:
+            yield from _tenants(status)
         yield from _workers(seen)
+
+
+def _tenants(status: ControlStatus) -> Iterator[Metric]:
+    """Labels are those that the configuration names, and one for all others: callers cannot make up more."""
+    names = [(name, OTHER_TENANTS if name == OTHERS else name) for name in status.tenants]
+    for field, metric, text in TENANT_COUNTERS:
+        family = CounterMetricFamily(metric, text, labels=["tenant"])
+        for name, label in names:
+            family.add_metric([label], getattr(status.tenants[name], field))
+        yield family
+    ttft = SummaryMetricFamily(
+        "microtome_tenant_time_to_first_token_seconds", "From submission to the first token", labels=["tenant"]
+    )
+    for name, label in names:
+        counters = status.tenants[name]
+        ttft.add_metric([label], counters.first_tokens, counters.ttft_us * 1e-6)
+    yield ttft
 
 
 def _workers(seen: Observation) -> Iterator[Metric]:

@@ -84,6 +84,7 @@ from microtome.planner.roster import Roster
 from microtome.planner.served import Served
 from microtome.planner.sessions import Session, Sessions
 from microtome.planner.status import ControlStatus, Listed, Whereabouts
+from microtome.planner.tenant_counters import TenantTally
 from microtome.planner.types import (
     FinishReason,
     GenerationId,
@@ -103,13 +104,16 @@ class Control:
     def __init__(self, config: PlannerConfig) -> None:
         self._config = config
         self._counters = Counters()
+        self._tenants = TenantTally(config.weights())
         self._models = Models(config)
         self._roster = Roster(self._models)
         self._drains = Drains(self._roster, self._counters, config.drain_timeout_ms)
         self._fleet = Fleet()
         self._sessions = Sessions(config.max_sessions)
         self._generations: dict[GenerationId, Generation] = {}
-        self._outlook = Outlook(self._roster, self._models, self._sessions, self._generations, self._counters)
+        self._outlook = Outlook(
+            self._roster, self._models, self._sessions, self._generations, self._counters, self._tenants
+        )
         self._entrance = Entrance(config, self._roster, self._models, self._outlook)
         self._deadlines: list[tuple[int, int, Generation]] = []  # heap
         self._arrivals = 0
@@ -207,6 +211,7 @@ class Control:
                 if generation in self._generations:
                     continue  # it is the one that was asked for twice: it goes on
                 self._counters.refused += 1
+                self._tenants.refused(event.options.tenant)
                 self._out.append(
                     Deliver(
                         generation=generation,
@@ -336,6 +341,7 @@ class Control:
         self._release_followers(g)
         line.refund(g)
         self._counters.count_end(reason)
+        self._tenants.ended(g)
         self._out.append(
             Deliver(
                 generation=g.id,

@@ -17,6 +17,7 @@ from microtome.planner.roster import Roster
 from microtome.planner.scaling import Load
 from microtome.planner.sessions import Sessions
 from microtome.planner.status import ControlStatus, Listed, Waiting, Whereabouts, WorkerStatus
+from microtome.planner.tenant_counters import TenantTally
 from microtome.planner.types import GenerationId, WorkerId
 
 _RETRY_MS = 1000  # where nothing is measured yet
@@ -31,12 +32,14 @@ class Outlook:
         sessions: Sessions,
         generations: Mapping[GenerationId, Generation],
         counters: Counters,
+        tenants: TenantTally,
     ) -> None:
         self._roster = roster
         self._models = models
         self._sessions = sessions
         self._generations = generations
         self._counters = counters
+        self._tenants = tenants
 
     def status(self) -> ControlStatus:
         """A snapshot, consistent in itself."""
@@ -67,6 +70,7 @@ class Outlook:
             waiting_tokens=self._models.served.line.tokens,
             wait_us=self.forecast(self._models.served.line.tokens, 0),
             counters=replace(self._counters),
+            tenants=self._tenants.snapshot(),
         )
 
     def where(self, generation: GenerationId) -> Whereabouts | None:

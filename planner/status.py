@@ -1,10 +1,12 @@
 """What an observer may know of a `Control`, as plain values: a snapshot, consistent in itself."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from microtome.planner.counters import Counters
 from microtome.planner.generations import State
+from microtome.planner.tenant_counters import TenantCounters
 from microtome.planner.types import GenerationId, Incarnation, WorkerId
 
 
@@ -34,6 +36,7 @@ class ControlStatus:
     waiting_tokens: int  # of the transcripts of those in line
     wait_us: int | None  # predicted, to the first token of a short prompt submitted now; None: nothing measured
     counters: Counters
+    tenants: Mapping[str, TenantCounters]  # those that the configuration names, and under "" all others together
 
 
 class Waiting(Enum):

@@ -4,10 +4,12 @@ import asyncio
 import socket
 from urllib.request import urlopen
 
+import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from microtome.planner.errors import BadConfig
+from microtome.v1 import generation_pb2 as pb
 from tests.support.calls import collect, request, until_idle
 from tests.support.in_process import fake_config, in_process
 
@@ -49,6 +51,35 @@ async def test_scrape_tells_counters_gauges_and_latencies() -> None:
         assert seen["microtome_generation_seconds_count",] == 7
         assert seen["microtome_step_seconds_total",] > 0
         assert seen["microtome_driver_seconds_total",] > 0
+
+
+async def test_tenants_are_told_apart_as_far_as_the_configuration_names_them_and_no_further() -> None:
+    port = free_port()
+    config = fake_config(service__metrics_port=port, planner__tenant_weights="acme=4,blue=1")
+    async with in_process(config) as service:
+        for tenant in ("acme", "acme", "", *(f"made up {n}" for n in range(20))):
+            await collect(service.stub, request([1, 2, 3], max_new_tokens=4, tenant=tenant))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await collect(service.stub, request([1], priority=5000, tenant="blue"))
+        session = await service.stub.OpenSession(pb.OpenSessionRequest(tenant="blue"))
+        await collect(service.stub, request([1], max_new_tokens=5, session_id=session.session_id))
+        seen = await asyncio.to_thread(read, port)
+    family = "microtome_tenant_generations_total"
+    assert {key[1]: value for key, value in seen.items() if key[0] == family} == {"acme": 2, "blue": 1, "(other)": 21}
+    assert seen["microtome_tenant_prompt_tokens_total", "acme"] == 6
+    assert seen["microtome_tenant_output_tokens_total", "acme"] == 8
+    assert seen["microtome_tenant_output_tokens_total", "blue"] == 5
+    assert seen["microtome_tenant_refused_total", "blue"] == 1
+    assert seen["microtome_tenant_time_to_first_token_seconds_count", "acme"] == 2
+    assert seen["microtome_tenant_time_to_first_token_seconds_sum", "acme"] > 0
+
+
+async def test_without_named_tenants_there_is_nothing_to_tell_apart() -> None:
+    port = free_port()
+    async with in_process(fake_config(service__metrics_port=port)) as service:
+        await collect(service.stub, request([1], max_new_tokens=2, tenant="acme"))
+        seen = await asyncio.to_thread(read, port)
+    assert not [name for name, *_ in seen if "tenant" in name]
 
 
 async def test_names_carry_units_and_counters_say_so() -> None:
