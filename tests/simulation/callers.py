@@ -34,6 +34,8 @@ from tests.simulation.clock import Clock
 from tests.simulation.scenario import VOCAB, Scenario
 from tests.support.fake_model import generate
 
+CROWD_US = 15_000  # between two moments at which a crowd comes
+
 
 class Asked:
     """One generation as its caller sees it."""
@@ -121,7 +123,7 @@ class Callers:
     def begin(self) -> None:
         for number in range(self._plot.clients):
             act = self._ask_alone if number % 3 < 2 else self._open_session
-            self._clock.after(self._rng.randrange(0, 30_000), act)
+            self._clock.after(self._when(self._rng.randrange(0, 30_000)), act)
 
     def unfinished(self) -> list[str]:
         return [a.name for a in self._asked.values() if not a.over]
@@ -156,7 +158,7 @@ class Callers:
             if session.generation is None:
                 asked.check_transcript(session.transcript, session.length)
                 self._sessions[asked.session] = list(session.transcript)
-        self._clock.after(self._rng.randrange(0, 10_000), asked.then)
+        self._clock.after(self._when(self._rng.randrange(0, 10_000)), asked.then)
 
     def _check_error(self, asked: Asked, last: Deliver) -> None:
         options = asked.options
@@ -228,6 +230,9 @@ class Callers:
         longest = self._plot.max_tokens if self._rng.random() < 0.1 else max(2, self._plot.max_tokens // 3)
         length = self._rng.randrange(1, min(longest, 80) + 1)
         shared = self._rng.randrange(0, min(length, 60) + 1) if self._rng.random() < 0.6 else 0
+        if self._plot.crowded:
+            length = self._rng.randrange(2, max(3, min(self._plot.max_tokens // 2, 70)))
+            shared = max(0, min(length, 60) - self._rng.randrange(0, 6))
         tail = [self._rng.randrange(VOCAB) for _ in range(length - shared)]
         return (*self._rng.choice(self._openings)[:shared], *tail)
 
@@ -356,9 +361,14 @@ class Callers:
         self._tickets[self._tickets_issued] = answered
         return self._tickets_issued
 
+    def _when(self, delay_us: int) -> int:
+        """A crowd waits for the next round moment."""
+        return delay_us if not self._plot.crowded else delay_us + -(self._clock.now_us + delay_us) % CROWD_US
+
     def _later(self, act: Callable[[], None]) -> None:
         era = self._era
-        self._clock.after(self._rng.randrange(1, 20_000), lambda: act() if era == self._era else None)
+        delay_us = self._when(self._rng.randrange(1, 20_000))
+        self._clock.after(delay_us, lambda: act() if era == self._era else None)
 
     # --- a driver that dies ---
 

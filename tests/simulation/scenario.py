@@ -26,6 +26,7 @@ class Scenario:
     restart_at_us: int  # the driver dies and comes back; 0: it does not
     scaling: ScalingConfig | None  # the planner starts and drains the workers itself, `workers` of them at first
     update_at_us: int  # every worker gets other settings; 0: none does
+    crowded: bool = False  # callers come at the same moments, and say much the same
 
     @property
     def max_tokens(self) -> int:
@@ -79,3 +80,18 @@ def scenario(rng: Random) -> Scenario:
         idle_s=rng.choice((0.01, 0.05)),
     )
     return replace(plot, scaling=scaling, update_at_us=rng.choice((0, 30_000, 90_000)))
+
+
+def crowd(rng: Random) -> Scenario:
+    """Many callers who come together with long beginnings in common, on few workers, in chunks and under pressure."""
+    plot = scenario(rng)
+    config = replace(plot.config, prefix_cache=True, max_session_tokens=None, max_waiting=64, max_waiting_tokens=5000)
+    return replace(
+        plot,
+        config=config,
+        usable_cells=rng.choice((64, 100, 200, 400)),
+        max_sequences=rng.choice((4, 12)),
+        workers=rng.choice((1, 1, 2)),
+        clients=12,
+        crowded=True,
+    )

@@ -1,6 +1,6 @@
 """Many simulated lives: `python -m tests.simulation.soak --seeds 10000 [--first N] [--jobs N]`.
 
-Each seed is lived twice: in a whole cluster, and under siege. Prints each failing seed with its story, and a summary;
+Each seed is lived three times: in a whole cluster, in a crowd, and under siege. Prints each failing seed with its story, and a summary;
 exits with 1 if any failed.
 """
 
@@ -21,7 +21,7 @@ def lives(first: int, count: int) -> tuple[int, list[str]]:
     """Run `count` seeds; how many events they had, and the stories of those that failed."""
     events, failures = 0, []
     for seed in range(first, first + count):
-        for live in (world.live, siege.live):
+        for live in (world.live, world.live_crowded, siege.live):
             try:
                 events += live(seed).events
             except AssertionError as error:

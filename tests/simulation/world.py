@@ -34,7 +34,7 @@ from microtome.planner.types import StepNumber, WorkerId
 from tests.simulation.callers import Callers
 from tests.simulation.clock import Clock
 from tests.simulation.invariants import check
-from tests.simulation.scenario import VOCAB, Scenario, scenario
+from tests.simulation.scenario import VOCAB, Scenario, crowd, scenario
 from tests.simulation.sim_worker import SimWorker
 from tests.simulation.story import Story
 from tests.support.fake_executor import FakeExecutor
@@ -44,10 +44,10 @@ QUIET_LIMIT_US = 60_000_000  # virtual time after the horizon within which every
 
 
 class World:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, plot_of: Callable[[Random], Scenario] = scenario) -> None:
         self.rng = Random(seed)
         self.story = Story(seed)
-        self.plot: Scenario = scenario(self.rng)
+        self.plot: Scenario = plot_of(self.rng)
         self.clock = Clock()
         self.control = Control(self.plot.config)
         self.workers: dict[WorkerId, SimWorker] = {}  # the newest life of each
@@ -304,11 +304,16 @@ class World:
         assert counters.generations_started == counters.generations_finished
 
 
-def live(seed: int) -> World:
+def live(seed: int, plot_of: Callable[[Random], Scenario] = scenario) -> World:
     """One simulated life. Raises `AssertionError` with the story of the seed."""
-    world = World(seed)
+    world = World(seed, plot_of)
     run(world.live, world.story)
     return world
+
+
+def live_crowded(seed: int) -> World:
+    """A life whose callers come together and have most of their prompts in common."""
+    return live(seed, crowd)
 
 
 def run(life: Callable[[], None], story: Story) -> None:
