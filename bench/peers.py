@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -114,6 +115,7 @@ def main() -> int:
     out = asked.out or MEASURED / f"peers-{asked.engines.replace(',', '-')}"
     command, date = f"python -m bench.peers {' '.join(sys.argv[1:])}".strip(), time.strftime("%Y-%m-%d", time.gmtime())
     about, demand = machine(), demand_of_folder(asked.home / MODEL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines are ended on the way out
     began_s = time.monotonic()
     dtypes = asked.dtypes.split(",")
     parts: list[Part] = []
