@@ -1,6 +1,6 @@
 """onnxruntime-genai's generator on the CPU, in float32: batches of up to as many requests as are in flight.
 
-A batch is made in the order of the requests, filled up on the left, and runs until its longest output is done; tokens
+A batch is made in the order of the requests, filled up on the right, and runs until its longest output is done; tokens
 beyond a request's own length do not count. Its engine for requests that come and go has no continuous batching on a
 CPU. Time to a first token counts from the start of the request's batch.
 """
@@ -19,7 +19,7 @@ from bench.peer_engines.records import Record
 from bench.peer_engines.turns import Reply, answer_lines, turn
 from bench.peer_engines.workload import Asked
 
-FILLING = 2
+FILLING = 2  # as its configuration has it; on the left, its attention would see it
 
 
 class OnnxRuntime:
@@ -44,7 +44,7 @@ class OnnxRuntime:
         length = longest + steps
         search.set_search_options(batch_size=len(batch), max_length=length, min_length=length, do_sample=False)
         generator = onnxruntime_genai.Generator(self._model, search)
-        filled = [[FILLING] * (longest - len(asked.prompt)) + list(asked.prompt) for asked in batch]
+        filled = [[*asked.prompt, *[FILLING] * (longest - len(asked.prompt))] for asked in batch]
         generator.append_tokens(np.array(filled, dtype=np.int32))
         for step in range(steps):
             generator.generate_next_token()
