@@ -13,7 +13,7 @@ from typing import Any
 from microtome.planner import config, errors, events, scaling, types
 from microtome.planner.errors import BadInput, BatchingError
 
-_CLASSES: dict[str, type] = {
+CLASSES: dict[str, type] = {  # by name: every dataclass and enum that a record may hold
     name: kind
     for module in (types, events, config, scaling)
     for name, kind in vars(module).items()
@@ -21,7 +21,7 @@ _CLASSES: dict[str, type] = {
 }
 _FIELDS: dict[type, list[tuple[str, object]]] = {  # name and default of what a constructor takes
     kind: [(one.name, one.default) for one in dataclasses.fields(kind) if one.init]
-    for kind in _CLASSES.values()
+    for kind in CLASSES.values()
     if dataclasses.is_dataclass(kind)
 }
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # making one for each record takes longer than the record
@@ -31,16 +31,13 @@ _ERRORS: dict[str, type[BatchingError]] = {
 }
 
 
-def to_json(value: object, *, without: str = "") -> bytes:
-    """`without`: a field to be left out. Raises `TypeError` for a value that is none of the planner's."""
-    plain = _plain(value)
-    if without and isinstance(plain, dict):
-        plain.pop(without, None)
-    return _encode(plain).encode()
+def to_json(value: object) -> bytes:
+    """Raises `TypeError` for a value that is none of the planner's."""
+    return _encode(_plain(value)).encode()
 
 
 def from_json(data: bytes, **further: object) -> Any:
-    """`further`: the fields that were left out. Raises `BadInput` for bytes that `to_json` did not write."""
+    """`further`: fields that are written elsewhere. Raises `BadInput` for bytes that `to_json` did not write."""
     try:
         record = json.loads(data)
         if further:
@@ -92,7 +89,7 @@ def _value(record: Any) -> Any:
         return base64.b64decode(record["base64"])
     if name in _ERRORS:
         return _ERRORS[name](*(_value(part) for part in record["args"]))
-    kind = _CLASSES[name]
+    kind = CLASSES[name]
     if issubclass(kind, Enum):
         return kind(record["value"])
     return kind(**{key: _value(part) for key, part in record.items()})

@@ -138,7 +138,7 @@ INSTRUCTIONS: list[Instruction] = [
     SessionAnswer(ticket=5, error=AtCapacity("sessions", 1, 0, 250)),
 ]
 CONFIG = PlannerConfig(policy="fair", tenant_weights=("a=2",))
-OLD = Path(__file__).parents[1] / "data" / "journal_2"
+DATA = Path(__file__).parents[1] / "data"
 
 
 def written(entries: int = 9) -> tuple[bytes, list[bytes]]:
@@ -154,7 +154,7 @@ def entries_of(data: bytes) -> list[Entry]:
 
 def one_entry(event: Event, instructions: Sequence[Instruction] = ()) -> Entry:
     encoder = Encoder()
-    (entry,) = entries_of(encoder.header(CONFIG) + encoder.entry(event, instructions))
+    (entry,) = entries_of(encoder.header(CONFIG) + encoder.entry(event, instructions) + encoder.waiting())
     return entry
 
 
@@ -250,7 +250,7 @@ def test_equal_instructions_have_equal_bytes_whatever_holds_their_columns() -> N
 def test_lives_follow_each_other_in_one_file() -> None:
     first, frames = written()
     second = Encoder()
-    data = first + second.header(PlannerConfig()) + second.entry(Tick(at_us=9), [])
+    data = first + second.header(PlannerConfig()) + second.entry(Tick(at_us=9), []) + second.waiting()
     one, two = read_journal(data).lives
     assert (len(one), len(two)) == (len(frames), 1)
     assert two.config == PlannerConfig()
@@ -307,7 +307,7 @@ def test_a_journal_whose_header_is_torn_has_nothing_to_read() -> None:
 def test_another_format_is_named() -> None:
     body = MAGIC + b"\x07" + to_json(CONFIG)
     frame = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little") + body
-    with pytest.raises(BadInput, match="format 7; this reads format 2"):
+    with pytest.raises(BadInput, match="format 7; this reads formats 2 to 3"):
         read_journal(frame)
 
 
@@ -320,12 +320,117 @@ def test_a_record_that_a_newer_planner_wrote_is_named() -> None:
         entries_of(data)
 
 
-def test_bytes_written_by_the_first_release_of_this_format_are_read() -> None:
-    back = entries_of(OLD.read_bytes())
+@pytest.mark.parametrize("number", [2, 3])
+def test_bytes_written_when_a_format_was_new_are_read(number: int) -> None:
+    back = entries_of((DATA / f"journal_{number}").read_bytes())
     assert [entry.event for entry in back] == [EVENTS[n % len(EVENTS)] for n in range(len(back))]
     for n, entry in enumerate(back):
         assert same(entry.instructions, INSTRUCTIONS[: n + 1])
     assert len(back) == 9
+
+
+def test_a_day_in_an_older_format_says_the_same_as_in_this_one() -> None:
+    (old,) = read_journal((DATA / "journal_2_day").read_bytes()).lives
+    encoder = Encoder()
+    header = encoder.header(old.config)
+    data = header + b"".join([encoder.entry(entry.event, entry.instructions) for entry in old])
+    (life,) = read_journal(data).lives
+    assert (old.format, life.format) == (2, 3)
+    assert len(old) == len(life) == 120
+    for one, other in zip(old, life, strict=True):
+        assert same(one.event, other.event)
+        assert same(one.instructions, other.instructions)
+    assert len(data) < 0.7 * (DATA / "journal_2_day").stat().st_size
+
+
+def test_lives_of_both_formats_are_read_from_one_file() -> None:
+    old = (DATA / "journal_2_day").read_bytes()
+    lives = read_journal(old + written()[0]).lives
+    assert [(one.format, len(list(one))) for one in lives] == [(2, 120), (3, 9)]
+
+
+def test_ticks_that_led_to_nothing_share_records_and_come_back_each() -> None:
+    encoder = Encoder()
+    data = encoder.header(CONFIG)
+    events: list[Event] = [Tick(at_us=at) for at in (5, 100_009, 200_000, 200_000, 100_000, 2**50)]
+    events += [Cancel(at_us=7, generation=G), Tick(at_us=9), Tick(at_us=2**40)]
+    records = [encoder.entry(event, []) for event in events]
+    backwards = 4  # it is written by itself, behind those that wait
+    assert [bool(record) for record in records] == [n in (backwards, 6) for n in range(9)]
+    back = entries_of(data + b"".join(records) + encoder.waiting())
+    assert [entry.event for entry in back] == events
+    assert [entry.record for entry in back] == [1] * 5 + [2, 2, 3, 3]
+    assert encoder.waiting() == b""
+
+
+def test_a_tick_that_led_to_something_is_written_at_once_behind_those_before_it() -> None:
+    encoder = Encoder()
+    told: list[Instruction] = [SessionAnswer(ticket=1)]
+    data = encoder.header(CONFIG) + encoder.entry(Tick(at_us=1), []) + encoder.entry(Tick(at_us=2), told)
+    (life,) = read_journal(data).lives
+    assert [(entry.event.at_us, len(entry.instructions)) for entry in life] == [(1, 0), (2, 1)]
+    assert len(life) == 2
+
+
+def test_ticks_wait_ten_seconds_at_most() -> None:
+    encoder = Encoder()
+    lengths = [len(encoder.entry(Tick(at_us=n), [])) for n in range(0, 25_000_000, 100_000)]
+    assert [n for n, length in enumerate(lengths) if length] == [99, 199]
+
+
+def test_an_idle_day_takes_less_than_two_megabytes() -> None:
+    """Ten ticks a second, each late by what a loop and a timer take: less than 65 ms, or two bytes become four."""
+    encoder, rng = Encoder(), Random(1)
+    size, at_us = len(encoder.header(CONFIG)), 0
+    for _ in range(864_00):  # a tenth of the day
+        at_us += 100_000 + rng.randrange(5_000)
+        size += len(encoder.entry(Tick(at_us=at_us), []))
+    assert 1.8e6 < 10 * size < 2.1e6
+
+
+def test_the_event_that_broke_the_planner_stands_behind_the_ticks_before_it() -> None:
+    encoder = Encoder()
+    data = encoder.header(CONFIG) + encoder.entry(Tick(at_us=1), []) + encoder.raised(Tick(at_us=2), "KeyError: 7")
+    assert [(entry.event.at_us, entry.raised) for entry in entries_of(data)] == [(1, None), (2, "KeyError: 7")]
+
+
+def test_generations_that_end_and_begin_do_not_make_the_other_names_be_written_again() -> None:
+    encoder = Encoder()
+    data = encoder.header(CONFIG)
+    names = [GenerationId(f"generation {k:05}") for k in range(200)]
+    written: list[tuple[Event, list[Instruction]]] = []
+    sizes = []
+    for step in range(1, 12):
+        tokens = [300 + step + k for k in range(len(names))]
+        result = StepResult(incarnation=Incarnation("f" * 32), step=StepNumber(step), tokens=tokens)
+        told: list[Instruction] = []
+        for at in (0, 57, len(names) - 3) if step > 1 else ():
+            told.append(Deliver(generation=names[at], offset=9, tokens=(tokens[at],), finish=FinishReason.STOP))
+            del names[at], tokens[at]
+        told.append(DeliverStep(generations=names.copy(), offsets=[step] * len(names), tokens=tokens))
+        names += [GenerationId(f"generation {step * 1000 + k:05}") for k in range(step % 3)]
+        event = StepDone(at_us=step, worker=WorkerId("w"), result=result)
+        written.append((event, told))
+        record = encoder.entry(event, told)
+        sizes.append(len(record))
+        data += record
+    for entry, (event, told) in zip(entries_of(data), written, strict=True):
+        assert same(entry.event, event)
+        assert same(entry.instructions, told)
+    assert max(sizes[1:]) < 1300 < 16 * len(names) < sizes[0]
+
+
+def test_a_generation_takes_few_bytes_beside_its_tokens_when_its_options_are_as_before() -> None:
+    encoder = Encoder()
+    options = GenerationOptions(
+        max_new_tokens=9, stop_token_ids=(1, 2), tenant="a tenant", sampling=SamplingParams(temperature=0.5, top_p=0.9)
+    )
+    sizes = []
+    for n in range(3):
+        seeded = dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, seed=2**63 + n))
+        submit = Submit(at_us=n, generation=GenerationId(f"{n:016}"), prompt=(300,) * 50, options=seeded)
+        sizes.append(len(encoder.entry(submit, [])))
+    assert sizes[0] > 200 > 175 > sizes[1] == sizes[2]
 
 
 def test_a_step_of_256_sessions_takes_less_than_20_bytes_a_session() -> None:

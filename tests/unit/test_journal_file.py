@@ -13,8 +13,9 @@ from microtome.actors import journal_file
 from microtome.actors.journal_file import JournalFile
 from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import BadConfig
-from microtome.planner.events import Tick
-from microtome.planner.journal import read_journal
+from microtome.planner.events import LookUpSession, RunStep, Tick
+from microtome.planner.journal import Encoder, read_journal
+from microtome.planner.types import Incarnation, SessionId, StepNumber, StepPlan, WorkerId
 
 CONFIG = PlannerConfig(policy="fair")
 MIB = 2**20
@@ -37,11 +38,19 @@ def begun(path: Path, max_bytes: int = MIB) -> JournalFile:
     return journal
 
 
-def live(path: Path, ticks: int, max_bytes: int = MIB) -> JournalFile:
+def event(n: int) -> LookUpSession:
+    """One whose record is written at once, and as long as all of its kind."""
+    return LookUpSession(at_us=n, ticket=1, session=SessionId(2))
+
+
+SIZE = len(Encoder().entry(event(0), []))
+
+
+def live(path: Path, events: int, max_bytes: int = MIB) -> JournalFile:
     """A life of so many events, to its end."""
     journal = begun(path, max_bytes)
-    for n in range(ticks):
-        journal.add([(Tick(at_us=n), [])])
+    for n in range(events):
+        journal.add([(event(n), [])])
     journal.close()
     return journal
 
@@ -86,7 +95,7 @@ def test_a_damaged_file_is_moved_away_and_not_lost(path: Path) -> None:
 
 
 def test_a_file_that_is_half_full_makes_room_for_the_next_life(path: Path) -> None:
-    frames = MIB // 2 // 30
+    frames = MIB // 2 // SIZE
     live(path, frames)
     assert path.stat().st_size > MIB // 2
     live(path, 2)
@@ -95,22 +104,23 @@ def test_a_file_that_is_half_full_makes_room_for_the_next_life(path: Path) -> No
 
 
 def test_recording_ends_at_the_bound_with_one_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = begun(path, 3000)
+    live(path, 0)
+    header = path.stat().st_size
+    path.unlink()
     with caplog.at_level(logging.WARNING):
-        for n in range(200):
-            journal.add([(Tick(at_us=n), [])])
+        journal = live(path, 200, header + 30 * SIZE + 5)
     assert not journal.recording
-    journal.close()
-    assert path.stat().st_size <= 3000
-    assert 20 < lives_of(path)[0] < 200
+    assert path.stat().st_size == header + 30 * SIZE
+    assert lives_of(path) == [30]
     assert read_journal(path.read_bytes()).unread_bytes == 0
-    assert [r.message for r in caplog.records if "reached journal.max_bytes 3000" in r.message] == [caplog.messages[0]]
+    warning = f"it has reached journal.max_bytes {header + 30 * SIZE + 5}"
+    assert caplog.messages == [f"journal {path}: nothing more of this life is recorded: {warning}"]
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, room = os.write, [400]
+    real, room = os.write, [4000]
 
     def write(fd: int, data: memoryview) -> int:
         if not room[0]:
@@ -122,20 +132,22 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     monkeypatch.setattr(journal_file.os, "write", write)
     with caplog.at_level(logging.WARNING):
         journal = begun(path)
-        journal.add([(Tick(at_us=n), []) for n in range(50)])
+        journal.add([(event(n), []) for n in range(50)])
         journal.close()
-        journal.add([(Tick(at_us=1), [])])
+        journal.add([(event(1), [])])
     assert not journal.recording
     assert caplog.messages == [
         f"journal {path}: nothing more of this life is recorded: No space left on device",
     ]
     monkeypatch.undo()
-    assert path.stat().st_size == journal.written_bytes == 400
+    assert path.stat().st_size == journal.written_bytes == 4000
     live(path, 1)
     assert lives_of(path)[-1] == 1
 
 
-def test_a_disk_that_does_not_keep_up_is_not_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_keep_up_is_not_waited_for(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, entered = threading.Event(), threading.Event()
     real = os.write
 
@@ -145,25 +157,48 @@ def test_a_disk_that_does_not_keep_up_is_not_waited_for(path: Path, monkeypatch:
         return real(fd, data)
 
     monkeypatch.setattr(journal_file.os, "write", write)
-    monkeypatch.setattr(journal_file, "MAX_PENDING_BYTES", 5000)
+    monkeypatch.setattr(journal_file, "MAX_PENDING_TOKENS", 5000)
+    plan = StepPlan(incarnation=Incarnation("0" * 32), step=StepNumber(1), table_digest=1, cells=range(99))
     journal = begun(path)
     assert entered.wait(10)
-    for n in range(1000):
-        journal.add([(Tick(at_us=n), [])])
+    with caplog.at_level(logging.WARNING):
+        for n in range(1000):
+            journal.add([(event(n), [RunStep(worker=WorkerId("w"), plan=plan)])])
     assert not journal.recording
+    assert "the disk does not keep up: 5100 tokens of plans and prompts wait for it" in caplog.text
     gate.set()
     journal.close()
-    assert 50 < lives_of(path)[0] < 1000
+    assert lives_of(path) == [51]  # without a gap
 
 
 def test_an_event_without_a_record_ends_the_recording_only(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = begun(path)
-    journal.add([(Tick(at_us=1), [])])
+    journal.add([(event(1), [])])
     journal.add([(object(), [])])  # type: ignore[list-item]
-    assert not journal.recording
+    journal.add([(event(2), [])])
     journal.close()
+    assert not journal.recording
     assert lives_of(path) == [1]
     assert "a record cannot be made" in caplog.text
+
+
+def test_ticks_that_led_to_nothing_are_not_lost_at_the_end(path: Path) -> None:
+    journal = begun(path)
+    ticks = [Tick(at_us=n) for n in (5, 100_007, 200_100)]
+    journal.add([(tick, []) for tick in ticks])
+    journal.close()
+    (life,) = read_journal(path.read_bytes()).lives
+    assert [entry.event for entry in life] == ticks
+
+
+def test_what_waits_is_encoded_in_turns_and_stays_in_order(path: Path) -> None:
+    journal = begun(path)
+    calls = [(event(n), []) for n in range(5 * journal_file.ENCODED_AT_ONCE + 3)]
+    journal.add(calls[:40])
+    journal.add(calls[40:])
+    journal.close()
+    (life,) = read_journal(path.read_bytes()).lives
+    assert [entry.event for entry in life] == [one for one, _ in calls]
 
 
 def test_what_broke_the_planner_is_the_last_record(path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_simulated_life_replays_without_a_difference(seed: int) -> None:
 
     world.control.handle = written  # type: ignore[method-assign]
     world.live()
-    (life,) = read_journal(b"".join(journal)).lives
+    (life,) = read_journal(b"".join([*journal, encoder.waiting()])).lives
     report = replay(life, life.config)
     assert report.difference is None, str(report)
     assert report.entries == len(life) == len(journal) - 1 > 10
