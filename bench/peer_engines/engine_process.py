@@ -50,17 +50,28 @@ class EngineProcess:
             raise self._failed("it has ended") from None
         return self._line(timeout_s)
 
+    def hold(self) -> None:
+        """Its whole group stands still until `go_on`: whatever spins or ticks in it costs the others nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
     def close(self, timeout_s: float = END_S) -> None:
         """It ends by itself when its lines end; after `timeout_s`, its whole group is ended."""
+        self.go_on()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _line(self, timeout_s: float) -> Mapping[str, Any]:
         assert self._process.stdout is not None

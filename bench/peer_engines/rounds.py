@@ -116,6 +116,7 @@ class Bench:
         entrant = self.measured.of(OURS)
         if entrant is None or entrant.process is None:
             return []
+        entrant.process.go_on()
         return list(entrant.process.ask({"contexts": contexts}, LOAD_S)["leads"])
 
     def _round(self, number: int) -> None:
@@ -155,9 +156,12 @@ class Bench:
         self._tell(f"round {number}: {self._name(entrant)}: {told} ({took_s:.0f} s, {ready_s:.0f} of them to be ready)")
         if self._plan.all_new or not entrant.engine.stays:
             self._end(entrant)
+        else:
+            process.hold()
 
     def _started(self, entrant: Entrant) -> EngineProcess:
         if entrant.process is not None:
+            entrant.process.go_on()
             return entrant.process
         began_s = time.monotonic()
         engine, plan = entrant.engine, self._plan
@@ -184,7 +188,10 @@ class Bench:
         if self._limits is None:
             environment = plan.limits.asked(plan.home, plan.dtype, plan.cores, {})
             self._limits = EngineProcess(plan.limits.command(plan.home), environment, self._logs / "limits.log")
-        return self._limits.ask({}, LOAD_S)
+        self._limits.go_on()
+        found = self._limits.ask({}, LOAD_S)
+        self._limits.hold()
+        return found
 
     def _leave(self, entrant: Entrant, why: str) -> None:
         self._tell(f"{self._name(entrant)} is out: {why}")

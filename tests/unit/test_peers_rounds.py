@@ -112,6 +112,20 @@ def test_processes_are_gone_when_the_bench_is_left(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_an_engine_that_is_held_stands_still_and_can_still_be_ended(tmp_path: Path) -> None:
+    process = EngineProcess(SCRIPT, engine("one").asked(tmp_path, "bfloat16", (0,), {}), tmp_path / "log")
+    question = {"requests": [], "first": [], "in_flight": 1}
+    process.hold()
+    with pytest.raises(EngineFailed, match="no answer"):
+        process.ask(question, 0.2)
+    process.go_on()
+    assert process.ask({}, 60)["records"] == []  # to the question before
+    process.hold()
+    process.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process._process.pid, 0)
+
+
 def test_an_engine_that_is_silent_fails_after_its_time(tmp_path: Path) -> None:
     environment = engine("one").asked(tmp_path, "bfloat16", (0,), {})
     process = EngineProcess(SCRIPT, environment, tmp_path / "log")
