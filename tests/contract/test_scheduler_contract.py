@@ -4,6 +4,8 @@ The state machine keeps the simplest possible account of what waits, and checks 
 """
 
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from microtome.planner.policies import POLICIES
 from microtome.planner.scheduler import Behind, Scheduler, Standing
-from microtome.planner.types import Batch, Input, Kind, SessionId
+from microtome.planner.types import Batch, Input, Kind, Position, SessionId
 from tests.support.builders import chunks, decode, prefill
 
 BUDGET, DECODES, CHUNK = 12, 4, 8
@@ -116,6 +118,38 @@ def test_max_tokens_bounds_one_batch_only(scheduler: Scheduler) -> None:
     assert scheduler.next_batch() == tuple(chunks(4, 2))
 
 
+def test_skipped_tokens_wait_no_more_and_the_turn_stays(scheduler: Scheduler) -> None:
+    assert scheduler.submit(chunks(1, 8, 8, 8) + chunks(2, 8))
+    scheduler.skip(SessionId(1), 11)
+    assert scheduler.waiting_tokens == 21
+    rest = [prefill(1, 5, 11), prefill(1, 8, 16, wants_output=True)]
+    assert scheduler.next_batch() == (rest[0],)  # the second session's chunk does not fit beside it
+    assert scheduler.cancel(SessionId(1)) == rest[1:]
+
+
+def test_skipping_what_does_not_wait_does_nothing(scheduler: Scheduler) -> None:
+    assert scheduler.submit(chunks(1, 8))
+    scheduler.skip(SessionId(2), 5)
+    scheduler.skip(SessionId(1), 0)
+    assert scheduler.cancel(SessionId(1)) == chunks(1, 8)
+
+
+def test_tokens_that_need_not_run_make_room_for_others_in_turn(scheduler: Scheduler) -> None:
+    assert scheduler.submit(chunks(1, 8, 8) + chunks(2, 7) + chunks(3, 5) + chunks(4, 2))
+    assert scheduler.next_batch() == (*chunks(1, 8, 8)[:1], *chunks(4, 2)[:1])
+    assert scheduler.more([]) == ()
+    assert scheduler.more([(SessionId(1), 6)]) == (*chunks(2, 7),)
+    assert scheduler.more([(SessionId(2), 4)]) == (*chunks(3, 5),)
+    assert scheduler.waiting_tokens == 8
+
+
+def test_more_prefill_never_joins_its_own_sessions_decode(scheduler: Scheduler) -> None:
+    assert scheduler.submit([decode(1), *chunks(1, 3, start=1), *chunks(2, 8)])
+    assert scheduler.next_batch() == (decode(1), *chunks(2, 8))
+    assert scheduler.more([(SessionId(2), 8)]) == ()
+    assert scheduler.next_batch() == tuple(chunks(1, 3, start=1))
+
+
 def test_waiting_tokens_counts_what_waits(scheduler: Scheduler) -> None:
     assert scheduler.submit([decode(1), *chunks(2, 8, 8), *chunks(3, 8)])
     assert scheduler.waiting_tokens == 25
@@ -208,6 +242,7 @@ class AnyScheduler(RuleBasedStateMachine):
         )
         self.waiting: dict[int, list[Input]] = {}  # by session, in order
         self.next_start: Counter[int] = Counter()
+        self.newest: Batch | None = None  # if `more` may still be asked for
         self.batches: list[Batch] = []  # handed out and neither run nor put back, oldest first
 
     @rule(session=st.integers(0, 7), priority=st.integers(-2, 2), tenant=st.sampled_from("abc"))
@@ -253,6 +288,7 @@ class AnyScheduler(RuleBasedStateMachine):
                 assert own[: len(taken)] == taken
         for item in batch:
             self.waiting[item.session].remove(item)
+        self.newest = batch or None
         if batch:
             self.batches.append(batch)
 
@@ -269,6 +305,44 @@ class AnyScheduler(RuleBasedStateMachine):
         self.scheduler.put_back(kept)
         for item in reversed(kept):
             self.waiting.setdefault(item.session, []).insert(0, item)
+
+    @rule(session=st.integers(0, 7), count=st.integers(0, 12))
+    def skip(self, session: int, count: int) -> None:
+        """From the first token on that waits of its prefill."""
+        own = self.waiting.get(session, [])
+        prefills = [item for item in own if item.kind is Kind.PREFILL]
+        if not prefills or any(before.end != after.start for before, after in pairwise(prefills)):
+            return  # what is handed out, or decoded, lies between
+        position = prefills[0].start + count
+        self.scheduler.skip(SessionId(session), position)
+        kept = [item for item in own if item.kind is Kind.DECODE or item.end > position]
+        self.waiting[session] = [
+            replace(item, start=Position(position), width=item.end - position)
+            if item.kind is Kind.PREFILL and item.start < position
+            else item
+            for item in kept
+        ]
+
+    @precondition(lambda self: self.batches)
+    @rule(data=st.data())
+    def more(self, data: st.DataObject) -> None:
+        """Some of the newest batch's prefill need not run."""
+        batch = self.batches[-1]
+        if batch is not self.newest:
+            return
+        unused = [(item.session, data.draw(st.integers(0, item.width))) for item in batch if item.kind is Kind.PREFILL]
+        unused = [(session, tokens) for session, tokens in unused if tokens]
+        dropped = {item.session for item in batch if item.kind is Kind.PREFILL and item.session in dict(unused)}
+        more = self.scheduler.more(unused)
+        self.batches[-1] = tuple(item for item in batch if item.session not in dropped or item.kind is Kind.DECODE)
+        self.newest = None
+        assert all(item.kind is Kind.PREFILL for item in more)
+        assert not {item.session for item in more} & {item.session for item in batch if item.kind is Kind.DECODE}
+        freed = sum(tokens for _, tokens in unused)
+        assert sum(item.width for item in (*batch, *more)) <= BUDGET + freed
+        for item in more:
+            assert next(one for one in self.waiting[item.session] if one.kind is Kind.PREFILL) == item
+            self.waiting[item.session].remove(item)
 
     @precondition(lambda self: self.batches)
     @rule()

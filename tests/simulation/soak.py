@@ -1,7 +1,7 @@
 """Many simulated lives: `python -m tests.simulation.soak --seeds 10000 [--first N] [--jobs N]`.
 
-Each seed is lived three times: in a whole cluster, in a crowd, and under siege. Prints each failing seed with its story, and a summary;
-exits with 1 if any failed.
+Each seed is lived three times: in a whole cluster, in a crowd, and under siege. Prints each failing seed with its
+story, and a summary; exits with 1 if any failed.
 """
 
 import argparse

@@ -10,8 +10,10 @@ from random import Random
 from microtome.planner.protocols import Executor
 from microtome.planner.slicing import plan_ladder
 from microtome.planner.types import (
+    Cell,
     CloneSequence,
     DropSequence,
+    ExtendSequence,
     InputFlag,
     OpenSequence,
     Position,
@@ -74,6 +76,15 @@ class StepDriver:
             SetSampling(SequenceId(sequence), sampling),
         ]
         return sequence
+
+    def extend(self, sequence: int, cells: Sequence[int]) -> None:
+        """`cells` hold the sequence's next tokens, or are written by the next step before it reads them."""
+        self.cells[sequence] += cells
+        self._ops.append(ExtendSequence(SequenceId(sequence), tuple(map(Cell, cells))))
+
+    def next_cells(self, count: int) -> list[int]:
+        """Those that the first `count` tokens of the next step will lie in."""
+        return self._free[: -count - 1 : -1]
 
     def truncate(self, sequence: int, length: int) -> None:
         """The cells given up are not used again: a sequence that still needs one would be found out."""

@@ -13,7 +13,9 @@ from microtome.cuda_runtime.executor import Executor, build_executor
 from microtome.cuda_runtime.options import RuntimeOptions
 from microtome.planner.errors import StalePlan, StepError
 from microtome.planner.types import (
+    Cell,
     DropSequence,
+    ExtendSequence,
     InputFlag,
     OpenSequence,
     SamplingParams,
@@ -301,12 +303,46 @@ def stale_plans(driver: StepDriver) -> dict[str, StepPlan]:
         ),
         "opening what is open": replace(good, ops=(OpenSequence(SequenceId(0)),)),
         "opening outside the limit": replace(good, ops=(OpenSequence(SequenceId(40)),)),
+        "lengthening what is not there": replace(good, ops=(ExtendSequence(SequenceId(3), (Cell(1),)),)),
+        "lengthening by no cell of the pool": replace(good, ops=(ExtendSequence(SequenceId(0), (Cell(2048),)),)),
+        "lengthening beyond a row": replace(good, ops=(ExtendSequence(SequenceId(0), (Cell(1),) * 1020),)),
         "dropping what is not there": replace(good, ops=(DropSequence(SequenceId(3)),)),
         "cutting longer": replace(good, ops=(TruncateSequence(SequenceId(0), 6),)),  # type: ignore[arg-type]
         "a good operation before a bad one": replace(
             good, ops=(OpenSequence(SequenceId(2)), DropSequence(SequenceId(3)))
         ),
     }
+
+
+@pytest.mark.parametrize("cut", [20, 33, 57])
+def test_what_one_input_writes_a_later_one_of_the_same_step_may_read(
+    driver: StepDriver, prompts: list[list[int]], expected: list[list[int]], cut: int
+) -> None:
+    """In the same forward and in a later one: steps are cut at 64 tokens, and at other widths of the ladder."""
+    whole = prompts[-1]
+    writer, readers = driver.open(), [driver.open() for _ in range(3)]
+    for reader in readers:
+        driver.extend(reader, driver.next_cells(cut))
+    rest = Work(readers[0], whole[cut:]), Work(readers[1], whole[cut:-1], wants_output=False)
+    tokens = driver.step(Work(writer, whole), *rest)
+    assert tokens == [expected[-1][0]] * 2
+    # What was shared outlives its writer, and who had no input in that step reads it as well.
+    driver.drop(writer)
+    tokens = driver.step(Work(readers[0]), Work(readers[1], whole[-1:]), Work(readers[2], whole[cut:]))
+    assert tokens == [expected[-1][1], *[expected[-1][0]] * 2]
+    assert [list(held.tokens) for held in driver.executor.snapshot()] == [[*whole, expected[-1][0]], whole, whole]
+
+
+def test_a_sequence_grows_by_cells_of_another_in_the_middle_of_its_prompt(
+    driver: StepDriver, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    whole = prompts[-1]
+    one, other = driver.open(), driver.open()
+    driver.step(Work(one, whole[:20], wants_output=False))
+    driver.extend(other, driver.cells[one])
+    driver.step(Work(other, whole[20:40], wants_output=False))
+    driver.extend(one, driver.cells[other][20:])
+    assert driver.step(Work(one, whole[40:])) == expected[-1][:1]
 
 
 # holds F12, X9
