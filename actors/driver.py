@@ -44,6 +44,7 @@ from microtome.planner.events import (
     CloneSession,
     CloseSession,
     Deliver,
+    DeliverPrompt,
     DeliverStep,
     DrainBegun,
     Event,
@@ -377,6 +378,8 @@ class DriverHost:
                 deliveries.append(instruction)
             case DeliverStep():
                 deliveries += instruction.deliveries()
+            case DeliverPrompt():
+                self.front_end.deliver_prompt(instruction)
             case GiveUpWorker(worker=worker, incarnation=incarnation, cause=cause):
                 self._crew.lost(worker, incarnation, cause)
             case ReleaseWorker(worker=worker):
@@ -468,7 +471,7 @@ class DriverHost:
                     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                     ("grpc.http2.max_ping_strikes", 0),
                     ("grpc.keepalive_permit_without_calls", 1),
-                )
+                ),
             )
             rpc.add_GenerationServicer_to_server(self.front_end, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

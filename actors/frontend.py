@@ -31,7 +31,7 @@ from microtome.actors.requests import (
 )
 from microtome.actors.status import status_of
 from microtome.actors.streams import Call, Listener, Stream, Streams, call_of
-from microtome.actors.text import CONTEXT_TOKENS, ModelText, TextStream
+from microtome.actors.text import CONTEXT_TOKENS, ModelText
 from microtome.actors.whereabouts import where_is
 from microtome.planner.errors import BadInput, BatchingError, UnknownId
 from microtome.planner.events import (
@@ -39,6 +39,7 @@ from microtome.planner.events import (
     CloneSession,
     CloseSession,
     Deliver,
+    DeliverPrompt,
     Event,
     LookUpSession,
     OpenSession,
@@ -179,6 +180,8 @@ class FrontEnd(rpc.GenerationServicer):
             context=restored.prompt[max(0, prompt_tokens - CONTEXT_TOKENS) : prompt_tokens],
             created_us=now,
             base=before,
+            options=restored.options,
+            prompt=restored.prompt[:prompt_tokens],
         )
         stream.source = self._loading_of(restored.fingerprint)
         self.streams.add(stream)
@@ -188,6 +191,12 @@ class FrontEnd(rpc.GenerationServicer):
         """The stream has these tokens from the start."""
         if generated:
             self._pass_on([(stream, Deliver(generation=stream.generation, offset=0, tokens=generated))])
+
+    def deliver_prompt(self, told: DeliverPrompt) -> None:
+        """How likely a prompt is: of no text, so it goes to its stream at once, ahead of every token."""
+        stream = self.streams.stream(told.generation)
+        if stream is not None:
+            stream.append_prompt(told.offset, told.logprobs)
 
     def tick(self, now_us: int) -> None:
         """Forget what nobody will ask for, and cancel what nobody has resumed."""
@@ -204,7 +213,7 @@ class FrontEnd(rpc.GenerationServicer):
             if stream.text is None and not stream.ended:
                 assert stream.source is not None
                 stream.text = stream.source.result().tokenizer.stream(stream.context)
-        arrived = [(stream, d, *decode(stream.text, d)) for stream, d in deliveries]
+        arrived = [(stream, *decode(stream, d)) for stream, d in deliveries]
         spent_us = (time.perf_counter_ns() - begin) // 1000
         loop.call_soon_threadsafe(self._arrived, arrived, spent_us)
 
@@ -217,7 +226,11 @@ class FrontEnd(rpc.GenerationServicer):
             assert known >= 0, f"generation {d.generation} jumps from {stream.length} tokens to {d.offset}"
             if d.tokens and stream.first_us is None:
                 stream.first_us = now
-            stream.append(d.tokens[known:], pieces[known:])
+            stream.append(d.tokens[known:], pieces[known:], d.logprobs[known:])
+            if stream.stopped is not None and not stream.ended:
+                # The text has come to a stop: what `Control` has behind it is void, even where it has ended meanwhile.
+                keep = max(0, stream.stopped - stream.base)
+                self._host.post(Cancel(at_us=now, generation=d.generation, keep=keep))
             if d.finish is not None and not stream.ended:
                 stream.end(d.finish, tail, d.usage, d.error)
                 self.streams.ended(stream, now)
@@ -345,6 +358,8 @@ class FrontEnd(rpc.GenerationServicer):
         model = await self._host.model()
         check_numbers(request, model)
         session = session_of(request.session_id) if request.session_id else None
+        if request.stop and await self.text(model.fingerprint) is None:
+            raise BadInput("this service has no tokenizer: it can stop at token ids, not at texts")
         prompt = await self._prompt(request, model)
         check_prompt(prompt, model)
         name = request.generation_id or secrets.token_hex(16)
@@ -355,13 +370,13 @@ class FrontEnd(rpc.GenerationServicer):
         remaining = context.time_remaining()
         deadline = None if remaining is None else now + int(remaining * 1e6)
         wanted = [
-            (one, generation_options(request, model, len(prompt), one.seed, deadline, len(one.generated)))
+            (one, generation_options(request, model, len(prompt), one.seed, deadline, len(one.generated), one.index))
             for one in completions_of(request, seed)
         ]
         call = Call(name, request.n or 1, resumable=request.resumable)
         fresh: list[tuple[Stream, GenerationOptions]] = []  # they share the prompt
         for one, options in wanted:
-            stream = self._begin(call, one, prompt, now, model)
+            stream = self._begin(call, one, prompt, now, model, options)
             if (finish := finished_before(options, one.generated)) is not None:
                 usage = Usage(prompt_tokens=len(prompt), output_tokens=0)
                 self.deliver([Deliver(generation=stream.generation, offset=0, finish=finish, usage=usage)])
@@ -392,7 +407,15 @@ class FrontEnd(rpc.GenerationServicer):
             )
         return call
 
-    def _begin(self, call: Call, one: Completion, prompt: Sequence[int], now_us: int, model: ServedModel) -> Stream:
+    def _begin(
+        self,
+        call: Call,
+        one: Completion,
+        prompt: Sequence[int],
+        now_us: int,
+        model: ServedModel,
+        options: GenerationOptions,
+    ) -> Stream:
         stream = Stream(
             call,
             one.index,
@@ -401,6 +424,8 @@ class FrontEnd(rpc.GenerationServicer):
             context=tuple(prompt[-CONTEXT_TOKENS:]),
             created_us=now_us,
             base=len(one.generated),
+            options=options,
+            prompt=tuple(prompt),
         )
         stream.source = self._loading_of(model.fingerprint)
         self.streams.add(stream)
@@ -452,15 +477,55 @@ def shifted(delivery: Deliver, stream: Stream) -> Deliver:
     return replace(delivery, offset=delivery.offset + stream.base, usage=usage)
 
 
-def decode(text: TextStream | None, delivery: Deliver) -> tuple[list[str], str]:
-    """The text that each token adds, and what was held back when it ends. A stop token has no text."""
+def decode(stream: Stream, delivery: Deliver) -> tuple[Deliver, list[str], str]:
+    """What is to be told: tokens, the text that each adds, and what was held back when it ends.
+
+    A stop token has no text. Behind the token that completes a text to stop at there is nothing: `stream.stopped` says
+    after how many that was.
+    """
+    text, stops = stream.text, stream.stops
+    if stream.stopped is not None:
+        return _at_stop(delivery, stream.stopped), [], ""
     assert text is not None
-    shown = delivery.tokens
-    if delivery.finish is FinishReason.STOP:
-        shown = shown[:-1]
-    pieces = [text.push((token,)) for token in shown]
-    pieces += [""] * (len(delivery.tokens) - len(shown))
-    return pieces, text.finish() if delivery.finish is not None else ""
+    shown = len(delivery.tokens) - (delivery.finish is FinishReason.STOP and bool(delivery.tokens))
+    pieces: list[str] = []
+    for at, token in enumerate(delivery.tokens, delivery.offset):
+        piece, found = text.push((token,)) if len(pieces) < shown else "", False
+        if stops is not None and at >= stream.stops_after:
+            piece, found = stops.push(piece)
+        pieces.append(piece)
+        if found:
+            stream.stopped = at + 1
+            return _at_stop(delivery, stream.stopped), pieces, ""
+    if delivery.finish is None:
+        return delivery, pieces, ""
+    tail, found = text.finish(), False
+    if stops is not None:
+        tail, found = stops.push(tail)
+        tail += stops.finish()
+    if found:
+        stream.stopped = delivery.offset + len(delivery.tokens)
+        delivery = _at_stop(delivery, stream.stopped)
+    return delivery, pieces, tail
+
+
+def _at_stop(delivery: Deliver, stopped: int) -> Deliver:
+    """The delivery of a stream whose text has come to a stop after so many tokens: nothing is behind those."""
+    kept = max(0, stopped - delivery.offset)
+    finish, usage = delivery.finish, delivery.usage
+    if finish is not None:
+        finish = FinishReason.STOP
+    if usage is not None:
+        usage = replace(usage, output_tokens=stopped)
+    return replace(
+        delivery,
+        offset=min(delivery.offset, stopped),
+        tokens=delivery.tokens[:kept],
+        logprobs=delivery.logprobs[:kept],
+        finish=finish,
+        usage=usage,
+        error=None,
+    )
 
 
 async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BatchingError) -> NoReturn:

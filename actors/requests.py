@@ -6,11 +6,12 @@ limit, raised before anything changes. Widths count tokens.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from microtome.actors.text import Message
 from microtome.planner.errors import BadInput, UnknownId
+from microtome.planner.generations import MAX_LOGPROBS
 from microtome.planner.sessions import LAST_SESSION_ID, life_of
 from microtome.planner.types import FinishReason, GenerationOptions, SamplingParams, SessionId
 from microtome.v1 import generation_pb2 as pb
@@ -18,6 +19,11 @@ from microtome.v1 import generation_pb2 as pb
 DEFAULT_NEW_TOKENS = 256
 MOST_COMPLETIONS = 128  # of one prompt
 MOST_STOP_TOKENS = 1024
+MOST_NAMED_TOKENS = 2048  # allowed and banned ones together: a plan that starts many generations is one message
+MOST_BIASED_TOKENS = 300
+MOST_STOP_TEXTS = 16
+LONGEST_STOP_TEXT = 256  # characters
+LARGEST_PENALTY = 1000  # and bias, either way: a logit is a few dozen
 LONGEST_ID = 128  # characters of a caller's own generation id
 LONGEST_LABEL = 128  # characters of a salt, and of a tenant's name
 LONGEST_HANDLE = len(str(LAST_SESSION_ID))
@@ -56,6 +62,11 @@ def check_numbers(request: pb.GenerateRequest, model: ServedModel) -> None:
     if len(request.stop_token_ids) > MOST_STOP_TOKENS:
         raise BadInput(f"{len(request.stop_token_ids)} stop token ids are given, and {MOST_STOP_TOKENS} is the limit")
     _check_ids("stop token", request.stop_token_ids, model)
+    _check_edits(request, model)
+    _check_stops(request)
+    for what in ("logprobs", "prompt_logprobs"):
+        if request.HasField(what) and getattr(request, what) > MAX_LOGPROBS:
+            raise BadInput(f"{what} {getattr(request, what)} is not in 0 to {MAX_LOGPROBS}")
     if request.HasField("n") and not 1 <= request.n <= MOST_COMPLETIONS:
         raise BadInput(f"n {request.n} is not in 1 to {MOST_COMPLETIONS}")
     _check_begun(request, model)
@@ -71,6 +82,45 @@ def check_numbers(request: pb.GenerateRequest, model: ServedModel) -> None:
     name = request.generation_id
     if len(name) > LONGEST_ID or not name.isprintable():
         raise BadInput(f"generation id {name[:LONGEST_SHOWN]!r} is not at most {LONGEST_ID} printable characters")
+
+
+def _check_edits(request: pb.GenerateRequest, model: ServedModel) -> None:
+    """Penalties, bias, and tokens that may not be drawn."""
+    if request.HasField("repetition_penalty") and not 0 < request.repetition_penalty <= LARGEST_PENALTY:
+        raise BadInput(
+            f"repetition_penalty {request.repetition_penalty:g} is not above 0 and at most {LARGEST_PENALTY}"
+        )
+    for what in ("presence_penalty", "frequency_penalty"):
+        if not abs(getattr(request, what)) <= LARGEST_PENALTY:  # true for nan
+            raise BadInput(f"{what} {getattr(request, what):g} is not in -{LARGEST_PENALTY} to {LARGEST_PENALTY}")
+    if len(request.logit_bias) > MOST_BIASED_TOKENS:
+        raise BadInput(f"{len(request.logit_bias)} logit biases are given, and {MOST_BIASED_TOKENS} is the limit")
+    for token, bias in request.logit_bias.items():
+        if not abs(bias) <= LARGEST_PENALTY:
+            raise BadInput(f"the bias {bias:g} of token {token} is not in -{LARGEST_PENALTY} to {LARGEST_PENALTY}")
+    _check_ids("biased token", sorted(request.logit_bias), model)
+    allowed, banned = request.allowed_token_ids.ids, request.banned_token_ids
+    if len(allowed) + len(banned) > MOST_NAMED_TOKENS:
+        raise BadInput(
+            f"{len(allowed)} allowed and {len(banned)} banned token ids are given, and {MOST_NAMED_TOKENS} together is "
+            "the limit"
+        )
+    _check_ids("allowed token", allowed, model)
+    _check_ids("banned token", banned, model)
+    if request.HasField("allowed_token_ids") and not set(allowed) - set(banned):
+        raise BadInput(f"no token is left: {len(allowed)} are allowed, and {len(banned)} banned")
+
+
+def _check_stops(request: pb.GenerateRequest) -> None:
+    limit = request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
+    if request.min_new_tokens > limit:
+        raise BadInput(f"min_new_tokens {request.min_new_tokens} is above max_new_tokens {limit}")
+    if len(request.stop) > MOST_STOP_TEXTS:
+        raise BadInput(f"{len(request.stop)} texts to stop at are given, and {MOST_STOP_TEXTS} is the limit")
+    for stop in request.stop:
+        if not 1 <= len(stop) <= LONGEST_STOP_TEXT:
+            shown = stop[:LONGEST_SHOWN]
+            raise BadInput(f"the stop {shown!r} has {len(stop)} characters, not 1 to {LONGEST_STOP_TEXT}")
 
 
 def _check_begun(request: pb.GenerateRequest, model: ServedModel) -> None:
@@ -208,18 +258,20 @@ def generation_options(
     seed: int,
     deadline_us: int | None,
     before: int = 0,
+    index: int = 0,
 ) -> GenerationOptions:
     """What the planner is asked for. The output never goes past the end of the context.
 
     `prompt_tokens` are the caller's own; the `before` tokens generated already follow them, and count towards the
-    limit: a `max_new_tokens` of 0 says that none is missing. Raises `BadInput` when more were generated than are asked
-    for.
+    limit: a `max_new_tokens` of 0 says that none is missing. The completion of `index` 0 says how likely the prompt is,
+    unless that was said before. Raises `BadInput` when more were generated than are asked for.
     """
     room = model.context_tokens - prompt_tokens
     wanted = request.max_new_tokens if request.HasField("max_new_tokens") else DEFAULT_NEW_TOKENS
     wanted = min(wanted, room)
     if before > wanted:
         raise BadInput(f"{before} generated tokens are given, and {wanted} is the limit of this generation")
+    about_prompt = request.HasField("prompt_logprobs") and not before and not index
     # A checkpoint may name an end that its model cannot say.
     end_tokens = () if request.ignore_eos else tuple(t for t in model.end_token_ids if t < model.vocab_size)
     return GenerationOptions(
@@ -230,6 +282,15 @@ def generation_options(
             top_p=request.top_p if request.HasField("top_p") else 1.0,
             min_p=request.min_p,
             seed=seed,
+            repetition_penalty=request.repetition_penalty if request.HasField("repetition_penalty") else 1.0,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=tuple(sorted(request.logit_bias.items())),
+            allowed_tokens=_named(request.allowed_token_ids.ids) if request.HasField("allowed_token_ids") else None,
+            banned_tokens=_named(request.banned_token_ids),
+            min_new_tokens=request.min_new_tokens,
+            logprobs=request.logprobs if request.HasField("logprobs") else None,
+            prompt_logprobs=request.prompt_logprobs if about_prompt else None,
             prompt_tokens=prompt_tokens,
         ),
         stop_token_ids=tuple(sorted({*end_tokens, *request.stop_token_ids})),
@@ -239,7 +300,12 @@ def generation_options(
         deadline_us=deadline_us,
         ttft_target_us=request.ttft_target_ms * 1000 if request.HasField("ttft_target_ms") else None,
         delivered_before=before,
+        stop_texts=tuple(dict.fromkeys(request.stop)),
     )
+
+
+def _named(ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(ids)))
 
 
 def _check_ids(what: str, ids: Sequence[int], model: ServedModel) -> None:

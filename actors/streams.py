@@ -15,16 +15,20 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
+from microtome.actors.stop_texts import StopTexts
 from microtome.actors.text import ModelText, TextStream
 from microtome.planner.errors import BadInput, BatchingError, UnknownId
-from microtome.planner.types import FinishReason, GenerationId, Usage
+from microtome.planner.packed_logprobs import PackedLogprobs
+from microtome.planner.types import FinishReason, GenerationId, GenerationOptions, TokenLogprobs, Usage
 from microtome.v1 import generation_pb2 as pb
+from microtome.v1.logprobs_pb2 import Logprobs
 
 FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
+_NUMBERS_PER_MESSAGE = 400_000  # 1.6 MiB
 _SEPARATOR = "\x1f"  # in no id of a caller's: those are printable
 
 
@@ -58,9 +62,15 @@ class Stream:
         "first_us",
         "generation",
         "index",
+        "logprobs",
+        "prompt",
+        "prompt_logprobs",
         "prompt_tokens",
         "seed",
         "source",
+        "stopped",
+        "stops",
+        "stops_after",
         "text",
         "usage",
     )
@@ -75,7 +85,13 @@ class Stream:
         context: tuple[int, ...],
         created_us: int,
         base: int = 0,
+        options: GenerationOptions | None = None,
+        prompt: tuple[int, ...] = (),
     ) -> None:
+        """`options`: what is to be told beside the tokens, and where the text ends; None: nothing, and nowhere.
+
+        `prompt`: kept where it is asked about.
+        """
         self.call = call
         self.index = index
         self.generation = completion_id(call.id, index, call.n)
@@ -85,6 +101,15 @@ class Stream:
         self.context = context  # the prompt's last tokens: text depends on what came before it
         self.source: Future[ModelText] | None = None  # the text side of its model; None: it has no text
         self.text: TextStream | None = None  # the text thread's alone
+        options = options or GenerationOptions()
+        # The text thread's alone: what to stop at, behind how many tokens, and after which token it was found.
+        self.stops = StopTexts(options.stop_texts) if options.stop_texts else None
+        self.stops_after = options.sampling.min_new_tokens
+        self.stopped: int | None = None
+        self.logprobs = PackedLogprobs() if options.sampling.logprobs is not None else None
+        asked = options.sampling.prompt_logprobs is not None
+        self.prompt = array("I", prompt if asked else ())
+        self.prompt_logprobs = PackedLogprobs() if asked else None
         self.created_us = created_us
         self.expected = 0  # tokens that `Control` has delivered, those that are still being decoded included
         self.first_us: int | None = None  # when its first token arrived
@@ -109,9 +134,13 @@ class Stream:
     def ended(self) -> bool:
         return self.finish is not None
 
-    def append(self, tokens: Sequence[int], pieces: Sequence[str]) -> None:
-        """`pieces`: the text that each token adds, in order."""
+    def append(
+        self, tokens: Sequence[int], pieces: Sequence[str], logprobs: Sequence[TokenLogprobs | None] = ()
+    ) -> None:
+        """`pieces`: the text that each token adds, in order; `logprobs`: of each, or none at all."""
         self._tokens.extend(tokens)
+        if self.logprobs is not None:
+            self.logprobs.extend(logprobs or [None] * len(tokens))
         self.expected = max(self.expected, self.length)
         end = len(self._text)
         self._text += "".join(pieces)
@@ -127,28 +156,63 @@ class Stream:
         self.text = None
         self.call.changed.set()
 
-    def message(self, offset: int) -> pb.GenerateResponse | None:
-        """Everything from `offset` on in one message; None while there is nothing to say."""
+    def append_prompt(self, offset: int, logprobs: Sequence[TokenLogprobs | None]) -> None:
+        """How likely the prompt's tokens from `offset` on are; a rebuilt driver may tell again what is known."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.extend(logprobs[len(self.prompt_logprobs) - offset :])
+            self.call.changed.set()
+
+    def message(self, offset: int, prompt_at: int = 0) -> pb.GenerateResponse | None:
+        """Everything from `offset` on in one message, or as much as one holds; None while there is nothing to say.
+
+        In front of the first token, what is known of the prompt from its token `prompt_at` on.
+        """
+        if not offset and self.prompt_logprobs is not None and prompt_at < len(self.prompt_logprobs):
+            end = _end_of_message(self.prompt_logprobs, prompt_at)
+            return pb.GenerateResponse(
+                generation_id=self.call.id,
+                index=self.index,
+                n=self.call.n,
+                seed=self.seed,
+                prompt_offset=prompt_at,
+                prompt_token_ids=self.prompt[prompt_at:end],
+                prompt_logprobs=_logprobs_message(self.prompt_logprobs, prompt_at, end),
+            )
         length = len(self._tokens)
-        if length < offset or (length == offset and not self.ended):
+        if length <= offset and not self.ended:
             return None
+        offset = min(offset, length)  # above it only where a caller gave tokens that lie behind a stop
         begin = self._ends[offset - 1] if offset else 0
+        end = length if self.logprobs is None else _end_of_message(self.logprobs, offset)
         message = pb.GenerateResponse(
             generation_id=self.call.id,
             index=self.index,
             n=self.call.n,
             offset=offset,
-            token_ids=self._tokens[offset:],
-            text=self._text[begin:],
+            token_ids=self._tokens[offset:end],
+            text=self._text[begin:] if end == length else self._text[begin : self._ends[end - 1]],
             seed=self.seed,
         )
-        if self.finish is not None and self.error is None:
+        if self.logprobs is not None and end > offset:
+            message.logprobs.CopyFrom(_logprobs_message(self.logprobs, offset, end))
+        if self.finish is not None and self.error is None and end == length:
             message.finish_reason = FINISH[self.finish]
             if self.usage is not None:
                 message.usage.prompt_tokens = self.usage.prompt_tokens
                 message.usage.output_tokens = self.usage.output_tokens
                 message.usage.cached_tokens = self.usage.cached_tokens
         return message
+
+
+def _end_of_message(logprobs: PackedLogprobs, begin: int) -> int:
+    """Where a message that begins there ends: a client's messages have a size limit, of usually 4 MiB."""
+    numbers = logprobs.numbers // max(1, len(logprobs))  # of each token, on average
+    return min(len(logprobs), begin + max(1, _NUMBERS_PER_MESSAGE // max(1, numbers)))
+
+
+def _logprobs_message(logprobs: PackedLogprobs, begin: int, end: int) -> Logprobs:
+    counts, own, tokens, values = logprobs.columns(begin, end)
+    return Logprobs(counts=counts, logprobs=own, top_tokens=tokens, top_logprobs=values)
 
 
 class Call:
@@ -180,6 +244,12 @@ class Call:
         """Tokens delivered so far, of all completions."""
         return sum(stream.length for stream in self.streams.values())
 
+    @property
+    def weight(self) -> int:
+        """What is held, in tokens: three numbers of log-probabilities take about as much room as one with its text."""
+        packed = [p for s in self.streams.values() for p in (s.logprobs, s.prompt_logprobs) if p is not None]
+        return self.length + sum(p.numbers for p in packed) // 3
+
     def listen(self, offsets: Mapping[int, int] | int | None = None) -> "Listener":
         """Begin at these offsets; whoever listened before is over.
 
@@ -210,7 +280,8 @@ class Listener:
 
     def __init__(self, call: Call, number: int, offsets: Mapping[int, int]) -> None:
         self._call, self._number = call, number
-        self._turns = deque((call.streams[index], offset) for index, offset in offsets.items())
+        # A stream, and how much of it and of its prompt was handed out.
+        self._turns = deque((call.streams[index], offset, 0) for index, offset in offsets.items())
 
     @property
     def newest(self) -> bool:
@@ -231,14 +302,15 @@ class Listener:
         while self.newest:
             failure = None
             for _ in range(len(turns)):
-                stream, offset = turns.popleft()
+                stream, offset, prompt_at = turns.popleft()
                 if stream.error is not None and offset == stream.length:
                     failure = failure or stream.error
-                elif (message := stream.message(offset)) is not None:
+                elif (message := stream.message(offset, prompt_at)) is not None:
                     if not message.finish_reason:
-                        turns.append((stream, offset + len(message.token_ids)))
+                        prompt_at += len(message.prompt_token_ids)
+                        turns.append((stream, offset + len(message.token_ids), prompt_at))
                     return message
-                turns.append((stream, offset))
+                turns.append((stream, offset, prompt_at))
             if failure is not None:
                 raise failure
             call.changed.clear()
@@ -253,7 +325,7 @@ class Streams:
         self._streams: dict[GenerationId, Stream] = {}
         self._running: dict[str, Call] = {}
         self._ended: OrderedDict[str, Call] = OrderedDict()  # oldest end first
-        self._ended_tokens = 0
+        self._ended_weight = 0
         self._retain_us = retain_us
         self._retain_tokens = retain_tokens
 
@@ -284,7 +356,7 @@ class Streams:
         self._streams[stream.generation] = stream
         call = stream.call
         if self._ended.pop(call.id, None) is not None:
-            self._ended_tokens -= call.length
+            self._ended_weight -= call.weight
         self._running[call.id] = call
 
     def ended(self, stream: Stream, at_us: int) -> None:
@@ -295,7 +367,7 @@ class Streams:
             return
         call.ended_us = at_us
         self._ended[call.id] = call
-        self._ended_tokens += call.length
+        self._ended_weight += call.weight
         self.prune(at_us)
 
     def prune(self, at_us: int) -> None:
@@ -303,7 +375,7 @@ class Streams:
         while self._ended:
             oldest = next(iter(self._ended.values()))
             assert oldest.ended_us is not None
-            if at_us - oldest.ended_us < self._retain_us and self._ended_tokens <= self._retain_tokens:
+            if at_us - oldest.ended_us < self._retain_us and self._ended_weight <= self._retain_tokens:
                 return
             del self._ended[oldest.id]
-            self._ended_tokens -= oldest.length
+            self._ended_weight -= oldest.weight

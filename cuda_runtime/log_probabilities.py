@@ -7,16 +7,16 @@ widened a few at a time: what is computed with takes little room, however many r
 R rows, V vocabulary, M likeliest tokens.
 """
 
-from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from microtome.planner.packed_logprobs import PackedLogprobs
 from microtome.planner.types import TokenLogprobs
 
 _ROWS_AT_A_TIME = 16
-KEPT_NUMBERS = 1 << 17  # of one sequence at most: 1 MiB, which is 3000 tokens with 20 likeliest each
+KEPT_NUMBERS = 1 << 18  # of one sequence at most: 1 MiB, which is 6000 tokens with 20 likeliest each
 
 
 def order_keys(logits_RV: Tensor) -> Tensor:
@@ -57,70 +57,35 @@ def read_table(lines: Sequence[Sequence[float]], counts: Sequence[int]) -> list[
 
 
 class KeptLogprobs:
-    """What was reported of one sequence's newest tokens, position by position without a gap, packed.
+    """What was reported of one sequence's newest tokens, position by position without a gap.
 
     Beyond `KEPT_NUMBERS` the oldest are forgotten.
     """
 
-    def __init__(self, start: int = 0) -> None:
-        self.start = start  # position of the first
-        self._counts = array("H")  # per token 0, or 1 + how many likeliest
-        self._own = array("f")
-        self._tokens = array("I")
-        self._values = array("f")
+    def __init__(self) -> None:
+        self.start = 0  # position of the first
+        self._packed = PackedLogprobs()
 
     @property
     def end(self) -> int:
-        return self.start + len(self._counts)
+        return self.start + len(self._packed)
 
     def put(self, position: int, logprobs: TokenLogprobs | None) -> None:
         """Of the token at `position`; what was kept from there on is forgotten, and all of it where a gap would be."""
-        if position < self.end:
-            self.cut(position)
-        if position != self.end:
-            self.cut(self.start)
+        if not self.start <= position <= self.end:
+            self._packed.cut(0)
             self.start = position
-        self._counts.append(0 if logprobs is None else 1 + len(logprobs.top))
-        if logprobs is not None:
-            self._own.append(logprobs.logprob)
-            self._tokens.extend([token for token, _ in logprobs.top])
-            self._values.extend([value for _, value in logprobs.top])
-        if len(self._own) + 2 * len(self._values) > KEPT_NUMBERS:
-            self._forget_half()
+        self.cut(position)
+        self._packed.extend((logprobs,))
+        if self._packed.numbers > KEPT_NUMBERS:
+            half = len(self._packed) // 2
+            self._packed.forget(half)
+            self.start += half
 
     def cut(self, position: int) -> None:
         """Forget what is kept from `position` on."""
-        kept = max(0, position - self.start)
-        if kept < len(self._counts):
-            gone = self._counts[kept:]
-            known = len(gone) - gone.count(0)
-            beside = sum(gone) - known
-            del self._counts[kept:]
-            del self._own[len(self._own) - known :]
-            del self._tokens[len(self._tokens) - beside :]
-            del self._values[len(self._values) - beside :]
+        self._packed.cut(max(0, position - self.start))
 
     def upto(self, end: int) -> tuple[TokenLogprobs | None, ...]:
         """Of the tokens from `start` to below `end`."""
-        found: list[TokenLogprobs | None] = []
-        own = at = 0
-        for count in self._counts[: max(0, end - self.start)]:
-            if count == 0:
-                found.append(None)
-                continue
-            last = at + count - 1
-            found.append(
-                TokenLogprobs(self._own[own], tuple(zip(self._tokens[at:last], self._values[at:last], strict=True)))
-            )
-            own, at = own + 1, last
-        return tuple(found)
-
-    def _forget_half(self) -> None:
-        gone = self._counts[: len(self._counts) // 2]
-        known = len(gone) - gone.count(0)
-        beside = sum(gone) - known
-        del self._counts[: len(gone)]
-        del self._own[:known]
-        del self._tokens[:beside]
-        del self._values[:beside]
-        self.start += len(gone)
+        return self._packed.entries(0, max(0, end - self.start))

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from microtome import errors
     from microtome.aio import AsyncClient
-    from microtome.answers import Completion, FinishReason, Model, ServiceStatus, Update, Usage, Whereabouts
+    from microtome.answers import (
+        Completion,
+        FinishReason,
+        Model,
+        ServiceStatus,
+        TokenLogprobs,
+        Update,
+        Usage,
+        Whereabouts,
+    )
     from microtome.client import Client
     from microtome.discovery import connect
     from microtome.errors import MicrotomeError
@@ -33,6 +42,7 @@ __all__ = [
     "Model",
     "Retry",
     "ServiceStatus",
+    "TokenLogprobs",
     "Update",
     "Usage",
     "Whereabouts",
@@ -51,6 +61,7 @@ _HOMES = {  # name → the module that defines it
     "Model": "microtome.answers",
     "Retry": "microtome.retry",
     "ServiceStatus": "microtome.answers",
+    "TokenLogprobs": "microtome.answers",
     "Update": "microtome.answers",
     "Usage": "microtome.answers",
     "Whereabouts": "microtome.answers",

@@ -84,9 +84,10 @@ class AsyncClient:
         """Start generating after a prompt: text, chat messages or token ids. Iterate over the answer for its updates.
 
         Called in a running loop, without await; the call is on its way when this returns. `options` are those of
-        `GenerateOptions`: max_new_tokens, temperature, top_k, top_p, min_p, seed, stop_token_ids, ignore_eos,
-        generation_id, resumable, n, priority, tenant, cache_salt, ttft_target_s, timeout_s. With `n` updates say by
-        their `index` to which completion they belong.
+        `GenerateOptions`: max_new_tokens, temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty,
+        frequency_penalty, logit_bias, allowed_token_ids, banned_token_ids, min_new_tokens, stop, stop_token_ids,
+        ignore_eos, logprobs, prompt_logprobs, generation_id, resumable, n, priority, tenant, cache_salt, ttft_target_s,
+        timeout_s. With `n` updates say by their `index` to which completion they belong.
 
         Leaving the iteration before its end, however, ends the generation on the service.
 

@@ -3,12 +3,14 @@
 Counts are tokens, cells or generations; times are seconds where a name ends in `_s`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 from microtome.v1 import admin_pb2
 from microtome.v1 import generation_pb2 as pb
+from microtome.v1.logprobs_pb2 import Logprobs
 
 __all__ = [
     "Completion",
@@ -17,6 +19,7 @@ __all__ = [
     "ListedGeneration",
     "Model",
     "ServiceStatus",
+    "TokenLogprobs",
     "Update",
     "Usage",
     "WaitingReason",
@@ -28,7 +31,7 @@ __all__ = [
 class FinishReason(StrEnum):
     """Why a generation ended. Compares equal to its text: `update.finish_reason == "length"`."""
 
-    STOP = "stop"  # a stop token; it is among the token ids, not in the text
+    STOP = "stop"  # a stop token, which is among the token ids, not in the text; or a text to stop at, not in it either
     LENGTH = "length"  # max_new_tokens, or the end of the context
     CANCELLED = "cancelled"
 
@@ -67,6 +70,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """How likely a token was: natural logarithms of the model's own probabilities, before penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest (token id, logprob) in its place, best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """What one message of a generation's stream adds to one completion; its last has `finish_reason` and `usage`."""
 
@@ -77,6 +89,11 @@ class Update:
     seed: int  # the seed in force
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # one per token where asked for; None: lost with a driver
+    # Where asked for, of the prompt's tokens from `prompt_offset` on, ahead of the first token. None: the first of all.
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    prompt_offset: int = 0
     index: int = 0  # of the completion; 0 where only one was asked for
 
 
@@ -91,6 +108,9 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     index: int = 0
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # as of `Update`
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +228,21 @@ def update_of(message: pb.GenerateResponse) -> Update:
         seed=message.seed,
         finish_reason=finish,
         usage=_usage_of(message.usage) if finish is not None else None,
+        logprobs=_logprobs_of(message.logprobs, message.token_ids),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        prompt_logprobs=_logprobs_of(message.prompt_logprobs, message.prompt_token_ids),
+        prompt_offset=message.prompt_offset,
+    )
+
+
+def _logprobs_of(message: Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprobs | None, ...]:
+    """One per token, or none where none were asked for."""
+    if not message.counts:
+        return ()
+    own, top = iter(message.logprobs), zip(message.top_tokens, message.top_logprobs, strict=True)
+    return tuple(
+        TokenLogprobs(token_id=token, logprob=next(own), top=tuple(islice(top, count - 1))) if count else None
+        for token, count in zip(token_ids, message.counts, strict=True)
     )
 
 
@@ -240,19 +275,18 @@ def listed_of(message: admin_pb2.ListedGeneration) -> ListedGeneration:
 
 def completion_of(updates: Iterable[Update]) -> Completion:
     """The updates of one whole completion, in order and at least the last one, joined."""
-    texts: list[str] = []
-    token_ids: list[int] = []
-    last = None
-    for last in updates:
-        texts.append(last.text)
-        token_ids.extend(last.token_ids)
+    updates = list(updates)
+    last = updates[-1] if updates else None
     assert last is not None  # a stream that ends without a finish reason raises before it comes here
     assert last.finish_reason is not None
     assert last.usage is not None
     return Completion(
         index=last.index,
-        text="".join(texts),
-        token_ids=tuple(token_ids),
+        text="".join(one.text for one in updates),
+        token_ids=tuple(token for one in updates for token in one.token_ids),
+        logprobs=tuple(logprobs for one in updates for logprobs in one.logprobs),
+        prompt_token_ids=tuple(token for one in updates for token in one.prompt_token_ids),
+        prompt_logprobs=tuple(logprobs for one in updates for logprobs in one.prompt_logprobs),
         generation_id=last.generation_id,
         seed=last.seed,
         finish_reason=last.finish_reason,

@@ -9,10 +9,11 @@ Waits for nothing; one thread at a time uses it.
 """
 
 import uuid
+from dataclasses import replace
 
 import grpc
 
-from microtome.answers import Completion, FinishReason, Update, update_of
+from microtome.answers import Completion, FinishReason, Update, completion_of, update_of
 from microtome.call import Call, RpcFailure, is_broken_link
 from microtome.errors import ServiceFailed, Unavailable
 from microtome.retry import Retry
@@ -22,37 +23,33 @@ from microtome.v1 import generation_pb2 as pb
 class _Part:
     """What has come of one completion."""
 
-    __slots__ = ("last", "offset", "seed", "texts", "tokens")
+    __slots__ = ("last", "offset", "prompt_at", "seed", "updates")
 
     def __init__(self, offset: int) -> None:
         self.offset = offset  # tokens the caller has
-        self.tokens: list[int] = []  # of this call
-        self.texts: list[str] = []
+        self.updates: list[Update] = []  # of this call
+        self.prompt_at = 0  # tokens of the prompt of which the caller knows how likely they are
         self.seed: int | None = None  # the one in force, once a message has come
         self.last: Update | None = None  # the one with the finish reason
 
     def add(self, update: Update) -> None:
         self.offset += len(update.token_ids)
-        self.tokens += update.token_ids
-        self.texts.append(update.text)
+        self.updates.append(update)
+        self.prompt_at += len(update.prompt_token_ids)
         self.seed = update.seed
         if update.finish_reason is not None:
             self.last = update
 
     def joined(self) -> Completion | None:
         """None: it has not ended."""
-        last = self.last
-        if last is None or last.finish_reason is None or last.usage is None:
+        if self.last is None or self.last.usage is None:
             return None
-        return Completion(
-            text="".join(self.texts),
-            token_ids=tuple(self.tokens),
-            generation_id=last.generation_id,
-            seed=last.seed,
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            index=last.index,
-        )
+        return completion_of(self.updates)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of this call."""
+        return [token for update in self.updates for token in update.token_ids]
 
 
 class GenerationCall(Call):
@@ -119,6 +116,20 @@ class GenerationCall(Call):
             )
         if self._lost is not None and update.finish_reason is FinishReason.CANCELLED and not self.outlives_its_stream:
             raise self._lost  # the break itself has cancelled it
+        if update.prompt_offset > part.prompt_at:
+            raise ServiceFailed(
+                f"the service at {self._address} told of the prompt from token {update.prompt_offset} on, not from "
+                f"{part.prompt_at}",
+                "OK",
+            )
+        if known_already := min(part.prompt_at - update.prompt_offset, len(update.prompt_token_ids)):
+            # It began anew before its first token, and tells of the prompt once more.
+            update = replace(
+                update,
+                prompt_token_ids=update.prompt_token_ids[known_already:],
+                prompt_logprobs=update.prompt_logprobs[known_already:],
+                prompt_offset=update.prompt_offset + known_already,
+            )
         self._failures = 0
         part.add(update)
         self._resuming = True
@@ -196,7 +207,7 @@ class GenerationCall(Call):
     @property
     def _tokens(self) -> int:
         """Of this call, that have come."""
-        return sum(len(part.tokens) for part in self._parts.values())
+        return sum(len(update.token_ids) for part in self._parts.values() for update in part.updates)
 
     @property
     def _began(self) -> bool:

@@ -5,7 +5,7 @@ service's to say.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 from microtome.errors import InvalidRequest
@@ -31,10 +31,20 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None  # above 0, at most 1; absent: off
     min_p: float | None  # 0 to 1; 0 or absent: off
     seed: int | None  # 64 bits, unsigned; absent: the service chooses, and every update says which
+    repetition_penalty: float | None  # divides what is likely and was there, in prompt or output; absent: 1, off
+    presence_penalty: float | None  # taken from the logit of a token that the output has; absent: 0, off
+    frequency_penalty: float | None  # and once more for each time that it has it; absent: 0, off
+    logit_bias: Mapping[int, float] | None  # by token id, added to its logit; 300 at most
+    allowed_token_ids: Sequence[int] | None  # only these can be drawn; absent: all
+    banned_token_ids: Sequence[int] | None  # these cannot; with the allowed ones 2048 at most
+    min_new_tokens: int | None  # nothing stops the generation before; absent: 0
+    stop: str | Sequence[str] | None  # text, or up to 16 texts, in front of which the generation ends
     stop_token_ids: Sequence[int] | None  # beside the model's own end tokens
     ignore_eos: bool | None  # True: the model's own end tokens do not stop
     generation_id: str | None  # absent: minted by the client
     resumable: bool | None  # True: lives on when the connection is lost, so that it can be resumed; see `resume`
+    logprobs: int | None  # how likely each token was, and so many likeliest beside it, 0 to 20; absent: not told
+    prompt_logprobs: int | None  # the same of the prompt's own tokens; absent: not told
     n: int | None  # completions of the prompt, 1 to 128; absent: 1. Updates say by `index` to which they belong
     priority: int | None  # higher first; absent: 0
     tenant: str | None  # whose share it counts against; absent: that of all who name none. Not in a session
@@ -141,22 +151,36 @@ def _fill(request: pb.GenerateRequest, options: Mapping[str, Any]) -> None:
             case "ttft_target_s":
                 milliseconds = math.ceil(positive_seconds(name, value) * 1000)
                 request.ttft_target_ms = _whole(f"{name} in ms", milliseconds, 1, _UINT32_MAX)
-            case "top_k":
-                request.top_k = _whole(name, value, 0, _UINT32_MAX)
+            case "top_k" | "min_new_tokens" | "logprobs" | "prompt_logprobs":
+                setattr(request, name, _whole(name, value, 0, _UINT32_MAX))
             case "seed":
                 request.seed = _whole(name, value, 0, _UINT64_MAX)
             case "priority":
                 request.priority = _whole(name, value, -_INT32_MAX - 1, _INT32_MAX)
-            case "temperature" | "top_p" | "min_p":
+            case "temperature" | "top_p" | "min_p" | "repetition_penalty" | "presence_penalty" | "frequency_penalty":
                 setattr(request, name, _real(name, value))
-            case "stop_token_ids":
-                request.stop_token_ids.extend(_whole_numbers(name, value))
+            case "logit_bias":
+                _fill_bias(request, value)
+            case "allowed_token_ids":
+                request.allowed_token_ids.CopyFrom(pb.TokenIds(ids=_whole_numbers(name, value)))
+            case "stop_token_ids" | "banned_token_ids":
+                getattr(request, name).extend(_whole_numbers(name, value))
+            case "stop":
+                request.stop.extend(_texts(name, value))
             case "ignore_eos" | "resumable":
                 if not isinstance(value, bool):
                     _wrong_kind(name, "True or False", value)
                 setattr(request, name, value)
             case "generation_id" | "tenant" | "cache_salt":
                 setattr(request, name, _text(name, value))
+
+
+def _fill_bias(request: pb.GenerateRequest, biases: object) -> None:
+    if not isinstance(biases, Mapping):
+        _wrong_kind("logit_bias", "a mapping of token ids to numbers", biases)
+    for token, bias in biases.items():
+        token = _whole("a token id of logit_bias", token, 0, _UINT32_MAX)
+        request.logit_bias[token] = _real(f"logit_bias[{token}]", bias)
 
 
 def _chat(messages: Sequence[Message]) -> pb.Chat:
@@ -191,6 +215,15 @@ def _text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:  # a lone surrogate, such as a file name or sys.argv may hold
         raise InvalidRequest(f"{name} is not valid Unicode at character {error.start}") from error
     return value
+
+
+def _texts(name: str, values: object) -> list[str]:
+    """One text, or several."""
+    if isinstance(values, str):
+        return [_text(name, values)]
+    if isinstance(values, (bytes, Mapping)) or not isinstance(values, Iterable):
+        _wrong_kind(name, "text, or a list of texts", values)
+    return [_text(f"{name}[{place}]", value) for place, value in enumerate(values)]
 
 
 def _whole(name: str, value: object, least: int, most: int) -> int:

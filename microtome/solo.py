@@ -15,6 +15,7 @@ from microtome.planner.control import Control
 from microtome.planner.errors import BatchingError, WorkerLost
 from microtome.planner.events import (
     Deliver,
+    DeliverPrompt,
     Event,
     GiveUpWorker,
     Instruction,
@@ -55,6 +56,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     token_times_us: list[int] = field(default_factory=list)  # one per token
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish: FinishReason | None = None
     usage: Usage | None = None
     error: BatchingError | None = None
@@ -176,6 +178,8 @@ class _Loop:
                 self._plans.append(plan)
             case Deliver():
                 self._deliver(instruction)
+            case DeliverPrompt():
+                self.answers[self._unfinished[instruction.generation]].prompt_logprobs += instruction.logprobs
             case GiveUpWorker(cause=cause):
                 raise WorkerLost(cause)
             case _:

@@ -220,6 +220,8 @@ class Solo:
             architecture=self._text.architecture,
         )
         words.check_numbers(request, model)
+        if request.stop:
+            raise BadInput("a run without a service stops at token ids, not at texts")
         prompt = words.text_prompt(request)
         if prompt is None:
             tokens = list(request.token_ids.ids)

@@ -111,6 +111,7 @@ class Control:
         self._fleet = Fleet()
         self._sessions = Sessions(config.max_sessions)
         self._generations: dict[GenerationId, Generation] = {}
+        self._stoppable: dict[GenerationId, Session] = {}  # ended ones whose text may have stopped before, by session
         self._outlook = Outlook(
             self._roster, self._models, self._sessions, self._generations, self._counters, self._tenants
         )
@@ -274,6 +275,7 @@ class Control:
         g.base = session.length
         g.had_pending = session.pending
         g.checked = bool(self._roster.of_model(session.model))
+        self._remember_ended(session, None)
         session.transcript += prompt
         session.pending = False
         session.generation = g
@@ -293,9 +295,32 @@ class Control:
 
     def _cancel(self, event: Cancel) -> None:
         g = self._generations.get(event.generation)
+        if g is None and event.keep is not None:
+            self._stop_ended(event.generation, event.keep)
         if g is not None:
             reason = FinishReason.CANCELLED if event.keep is None else FinishReason.STOP
             self._finish(g, reason, keep=event.keep)
+
+    def _stop_ended(self, generation: GenerationId, keep: int) -> None:
+        """It ended before its text was looked at, which had come to a stop: its session forgets what is behind that."""
+        session = self._stoppable.get(generation)
+        if session is None or session.ended is None or session.generation is not None:
+            return
+        end = session.ended.generated_from + keep
+        if session.pending and end < len(session.transcript):
+            del session.transcript[end:]
+            w, r = self._roster.home_of(session.resident), session.resident
+            if w is not None and r is not None and not r.rows:
+                self._settled(w, r)
+                self._roster.touch(w)
+
+    def _remember_ended(self, session: Session, g: Generation | None) -> None:
+        """`g` was the session's last generation; None: a next one begins, or the session is closed."""
+        if session.ended is not None:
+            self._stoppable.pop(session.ended.id, None)
+        session.ended = g
+        if g is not None:
+            self._stoppable[g.id] = session
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._now:
@@ -362,6 +387,8 @@ class Control:
         else:
             session.keep_prefix(g.base + g.had_pending)
             session.pending = g.had_pending
+        if session.opened and g.options.stop_texts:
+            self._remember_ended(session, g)
         if not session.opened:
             self._sessions.close(session)
             if w is not None and r is not None:
@@ -748,6 +775,7 @@ class Control:
     def _close(self, session: Session) -> None:
         if session.generation is not None:
             self._finish(session.generation, FinishReason.CANCELLED)
+        self._remember_ended(session, None)
         self._sessions.close(session)
         w, r = self._roster.home_of(session.resident), session.resident
         if w is not None and r is not None:

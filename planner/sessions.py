@@ -27,7 +27,18 @@ LAST_LIFE = LAST_SESSION_ID >> NUMBER_BITS
 class Session:
     """Mutable; changed by `Control` and its parts only."""
 
-    __slots__ = ("cache_salt", "generation", "id", "model", "opened", "pending", "resident", "tenant", "transcript")
+    __slots__ = (
+        "cache_salt",
+        "ended",
+        "generation",
+        "id",
+        "model",
+        "opened",
+        "pending",
+        "resident",
+        "tenant",
+        "transcript",
+    )
 
     model: "Served"  # whose tokens the transcript is of; set by `Control` when the session is opened
 
@@ -39,6 +50,7 @@ class Session:
         self.transcript: list[int] = []
         self.pending = False  # the transcript's last token was delivered and not run
         self.generation: Generation | None = None
+        self.ended: Generation | None = None  # the last one, where its text may turn out to have stopped before it did
         self.resident: Resident | None = None
 
     @property

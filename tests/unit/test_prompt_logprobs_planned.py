@@ -247,6 +247,24 @@ def test_a_session_keeps_nothing_behind_a_stop() -> None:
     assert cluster.tokens[following] == generate([*PROMPT, *kept, 77], SamplingParams(), 3, (), VOCAB)
 
 
+def test_a_stop_that_is_found_after_the_end_still_ends_the_sessions_history() -> None:
+    cluster = SmallCluster()
+    session = cluster.open()
+    name = cluster.submit(PROMPT, 9, session=session, stop_texts=("x",))
+    cluster.run()
+    kept = cluster.tokens[name][:4]
+    cluster.handle(Cancel(at_us=0, generation=GenerationId(name), keep=4))
+    cluster.run()
+    assert cluster.transcript(session) == [*PROMPT, *kept]
+    assert cluster.length(session) == len(PROMPT) + 3
+    following = cluster.submit((77,), 3, session=session)
+    cluster.handle(Cancel(at_us=0, generation=GenerationId(name), keep=1))  # too late to mean anything
+    cluster.run()
+    assert cluster.tokens[following] == generate([*PROMPT, *kept, 77], SamplingParams(), 3, (), VOCAB)
+    cluster.close(session)
+    assert not cluster.control._stoppable
+
+
 def test_one_that_waits_for_another_place_can_be_stopped() -> None:
     cluster = SmallCluster()
     name = cluster.submit(PROMPT, 50)
