@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing of ours goes through it; Ray wants some
 DOWN_TIMEOUT_S = 30.0
 ADOPT_TIMEOUT_S = 5.0  # for a worker of an earlier life to answer
-EXAMINE_TIMEOUT_S = 10.0  # for another node to say what has become of a worker's process
+EXAMINE_TIMEOUT_S = 60.0  # for another node to say what has become of a worker's process
 CALL_TIMEOUT_S = 10.0  # for the driver to answer a manager's call
 STAGE_REPORT_S = 0.5  # between two looks at what a start is about
 PLACE_REPORT_S = 5.0  # between two looks at what a place still lacks
@@ -574,11 +574,15 @@ class RayWorkers:
         return ready
 
     async def remains(self, worker: WorkerId) -> Remains | None:
-        trace, watch = self._traces.get(worker, (None, None))
+        trace, watch = self._traces.pop(worker, (None, None))
         if trace is None:
             return None
         if trace.node == ray.get_runtime_context().get_node_id():
-            return await asyncio.to_thread(examine, trace, watch)
+            try:
+                return await asyncio.to_thread(examine, trace, watch)
+            finally:
+                if watch is not None:
+                    watch.close()
         # The node's own look, if it can still have one: a node that is lost answers nothing.
         place = NodeAffinitySchedulingStrategy(trace.node, soft=False)
         look = ray.remote(examine).options(num_cpus=0, max_retries=0, scheduling_strategy=place).remote(trace)

@@ -34,6 +34,8 @@ from microtome.planner.types import Capability, Incarnation, StepPlan, WorkerId
 log = logging.getLogger(__name__)
 
 REMEMBERED = 8  # workers that are gone and that status still shows, at most
+LOOK_S = 2.0  # for another node to tell of a process that may live, before it is ended
+START_LOOK_S = 10.0  # the same, of a start that failed
 LEAVE_EARLY_S = 5.0  # before a node's deadline a worker has to be empty
 
 Post = Callable[
@@ -71,9 +73,9 @@ class WorkerStarter(Protocol):
         """Workers whose places will be taken from them, as their nodes drain: in how many seconds, if that is known."""
 
     async def remains(self, worker: WorkerId) -> Remains | None:
-        """What has become of the process of a worker that is lost, before it is ended. None: nobody knows.
+        """What has become of the process of a worker that is lost; called once, before `end`. None: nobody knows.
 
-        Takes less than a second, or ten of them where the worker's node is another one and does not answer.
+        Takes less than a second, or up to a minute where the worker's node is another one and does not answer.
         """
 
     async def end(self, worker: WorkerId) -> None:
@@ -105,7 +107,6 @@ class Member:
     capability: Capability | None = None
     revision: int = 0  # of the settings it was started with
     left: bool = False  # its node drains, and `Control` knows
-    explained: bool = False  # what has become of its process was looked for
     starting: "asyncio.Task[None] | None" = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # process and place are gone
 
@@ -296,10 +297,11 @@ class Crew:
             await self._join(member, endpoint)
         except BatchingError as error:
             self._lose(member, Loss.NOT_STARTED, str(error))
-            if not isinstance(error, BadConfig):  # which its own process has found, and is no worse for it
-                await self._explain(member)
+            if isinstance(error, BadConfig):  # which its own process has found, and is no worse for it
+                self._explain(member, None)
+            else:
+                self._explain(member, await _within(self._starter.remains(worker), START_LOOK_S))
                 error = WorkerLost(member.cause)
-            member.explained = True
             log.error("%s did not start: %s", worker, error)
             self._failure = self._failure or error
             self._ready.set()
@@ -337,16 +339,12 @@ class Crew:
         self._mark(member, State.LOST, cause)
         member.loss = loss
 
-    async def _explain(self, member: Member) -> None:
-        """Add to the cause what has become of the process. Once."""
+    def _explain(self, member: Member, found: Remains | None) -> None:
+        """Add to the cause what has become of the process."""
         assert member.loss is not None
-        if member.explained:
-            return
-        member.explained = True
-        found = await self._starter.remains(member.worker)
         if found is not None:
-            if not found.lives and member.loss is Loss.LINK:
-                member.loss = Loss.DIED
+            if member.loss in (Loss.LINK, Loss.DIED):
+                member.loss = Loss.LINK if found.lives else Loss.DIED
             # How it was noticed matters less than what had happened, unless that is the reason for it.
             ended_first = not found.lives and member.loss in (Loss.DIED, Loss.NOT_STARTED)
             member.cause = f"{found} (noticed: {member.cause})" if ended_first else f"{member.cause}; {found}"
@@ -361,10 +359,19 @@ class Crew:
             await asyncio.wait([starting])  # what it was making is there to be ended then
         if member.client is not None:
             await member.client.close()
-        if member.state is State.LOST:
-            await self._explain(member)
+        look: asyncio.Task[Remains | None] | None = None
+        if member.loss is Loss.DIED:
+            # What is left of it does not change any more, and its place is wanted: nobody waits for the look.
+            look = asyncio.create_task(self._starter.remains(member.worker))
+        elif member.loss not in (None, Loss.NOT_STARTED):
+            self._explain(member, await _within(self._starter.remains(member.worker), LOOK_S))
         await self._starter.end(member.worker)
         member.ended.set()
+        if look is not None:
+            try:
+                self._explain(member, await look)
+            finally:
+                look.cancel()
         gone = [m.worker for m in self._members.values() if m.state in GONE]
         for worker in gone[:-REMEMBERED]:
             del self._members[worker]
@@ -399,6 +406,14 @@ class Crew:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._broken(error)
+
+
+async def _within(looking: Coroutine[Any, Any, Remains | None], limit_s: float) -> Remains | None:
+    """None as well when it takes too long."""
+    try:
+        return await asyncio.wait_for(looking, limit_s)
+    except TimeoutError:
+        return None
 
 
 def _number(worker: WorkerId) -> int:

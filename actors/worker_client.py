@@ -258,7 +258,9 @@ class WorkerClient:
             except _Broken as broken:
                 # Nobody listens where it did: its process has ended, and waiting will not bring it back.
                 refused = "Connection refused" in str(broken)
-                if broken.final or refused or self._loop_s() + RETRY_PAUSE_S >= deadline_s:
+                if refused:
+                    raise _Broken(str(broken), final=True, loss=Loss.DIED) from broken
+                if broken.final or self._loop_s() + RETRY_PAUSE_S >= deadline_s:
                     raise
             await asyncio.sleep(RETRY_PAUSE_S)
 

@@ -42,6 +42,7 @@ def test_nodes_come_for_a_request_are_left_when_preempted_and_go_when_idle() -> 
     assert lacks.startswith("no node has room for it yet: node "), lacks
     assert lacks.count("CPU needs 1, free 0 of 1") >= 2, "it does not name every node"
     assert lacks.count("node 127.0.0.1: ") == 3, "it does not name every node"
+    assert seen["a lost node's streams go on elsewhere"]["ended"] == 0, "streams broke with the node"
     assert seen["backlog is gone"]["right"]
     assert seen["backlog is gone"]["tokens"] > 0
     assert seen["idle node is gone"]["workers"] == 0

@@ -4,7 +4,10 @@ import asyncio
 import os
 import re
 import signal
+import sys
+import time
 import urllib.request
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -24,7 +27,10 @@ from tests.support.calls import (
     undisturbed,
     until_idle,
 )
+from tests.support.doomed_client import STREAMS, TOKENS
 from tests.support.on_ray import ended, free_port, runs, stub_of, up
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def test_worker_killed_in_mid_stream_changes_no_token_and_is_replaced(service_name: str) -> None:
@@ -105,6 +111,50 @@ async def test_stopped_worker_is_given_up_and_cannot_answer_when_it_goes_on(serv
     await ended(victim.pid)
 
 
+async def test_link_that_breaks_while_the_worker_lives_is_mended_and_nothing_is_moved_or_run_again(
+    service_name: str,
+) -> None:
+    """A worker that is stopped for a moment answers no ping, so its link counts as broken; it has lost nothing."""
+    endpoint = up(service_name, "fake:step_ms=5", workers__count=2, link__reconnect_timeout_s=20)
+    log = driver_log(service_name)
+    async with stub_of(endpoint) as stub:
+        asked = [[n + 1, 3] for n in range(8)]
+        running = [asyncio.create_task(collect(stub, request(p, max_new_tokens=300))) for p in asked]
+        status = await status_when(stub, lambda status: status.counters.output_tokens >= 100)
+        worker = status.workers[0]
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            await asyncio.to_thread(wait_for, log, f"stream broken worker={worker.name} ")
+        finally:
+            os.kill(worker.pid, signal.SIGCONT)
+        for prompt, task in zip(asked, running, strict=True):
+            assert tokens_of(await task) == undisturbed(prompt, 300)
+        status = await until_idle(stub)
+    (after,) = (found for found in status.workers if found.name == worker.name)
+    assert (after.incarnation, after.state) == (worker.incarnation, "ready")
+    assert f"stream reopened worker={worker.name} " in log.read_text()
+    assert status.counters.prefilled_tokens == 2 * len(asked), "a prompt was run again"
+
+
+async def test_client_process_that_is_killed_leaves_nothing_running_and_no_cell_in_use(service_name: str) -> None:
+    endpoint = up(service_name, "fake:step_ms=5", workers__count=1)
+    words = (sys.executable, "-m", "tests.support.doomed_client", endpoint.address)
+    async with stub_of(endpoint) as stub:
+        client = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+        assert client.stdout is not None
+        try:
+            assert await client.stdout.readline() == b"READY\n"
+            status = await status_when(stub, lambda status: status.running == STREAMS)
+            assert status.workers[0].cells_used > 0
+        finally:
+            client.kill()
+            await client.wait()
+        begun = status.counters.output_tokens
+        status = await until_idle(stub)
+        assert status.counters.output_tokens - begun < STREAMS * TOKENS / 2, "it went on for nobody"
+        assert tokens_of(await collect(stub, request([6], max_new_tokens=3))) == undisturbed([6], 3)
+
+
 async def test_hung_step_is_told_from_a_death_and_its_sessions_move(service_name: str) -> None:
     endpoint = up(
         service_name,
@@ -163,9 +213,7 @@ async def test_status_metrics_and_log_tell_how_a_process_ended_and_in_which_step
     assert re.search(cause, lost.cause), lost.cause
     page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}").read().decode())
     assert f'microtome_workers_lost_total{{process="{process}",reason="{loss}"}} 1.0' in page
-    pid = ray.get(ray.get_actor(service_name, namespace=service_name).pid.remote())
-    (log,) = ray_private.logs_folder().glob(f"worker-*-{pid}.err")
-    assert lost.cause in log.read_text(), "the driver's log does not say it"
+    assert lost.cause in driver_log(service_name).read_text(), "the driver's log does not say it"
 
 
 async def test_request_that_fails_every_step_it_is_in_ends_and_the_service_goes_on(service_name: str) -> None:
@@ -234,6 +282,17 @@ async def test_driver_killed_while_calls_wait_or_read_their_prompts_is_not_notic
         status = await until_idle(stub)
     # All eight once at the most by this driver, and what it has found of the two that ran.
     assert status.counters.generations_started <= len(asked) + 2 + 2
+
+
+def driver_log(name: str) -> Path:
+    pid = ray.get(ray.get_actor(name, namespace=name).pid.remote())
+    (log,) = ray_private.logs_folder().glob(f"worker-*-{pid}.err")
+    return log
+
+
+def wait_for(log: Path, words: str) -> None:
+    while words not in log.read_text():
+        time.sleep(0.01)
 
 
 async def complete(client: microtome.AsyncClient, prompt: list[int], tokens: int) -> list[int]:

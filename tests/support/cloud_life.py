@@ -10,6 +10,7 @@ import signal
 import time
 
 import grpc.aio
+import psutil
 import ray
 from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
@@ -114,6 +115,15 @@ async def live(address: str) -> None:
         status = await status_when(stub, lambda s: any(lacks_room(w) for w in s.workers))
         pending = next(worker for worker in status.workers if lacks_room(worker))
         say("third one says what it lacks", begin, cause=pending.cause)
+
+        begin = time.monotonic()
+        victim = next(w for w in (await stub.Status(pb.StatusRequest())).workers if w.state == "ready")
+        psutil.Process(psutil.Process(victim.pid).ppid()).kill()  # its node's raylet: the rest of the node follows
+        await status_when(stub, lambda s: any(w.name == victim.name and w.state == "lost" for w in s.workers))
+        enough = sum(len(tokens) for _, tokens, _ in calls) + 100
+        await status_when(stub, lambda s: sum(len(tokens) for _, tokens, _ in calls) > enough)
+        ended = sum(task.done() for task in reading_all)
+        say("a lost node's streams go on elsewhere", begin, ended=ended)
         for _, _, call in calls:
             call.cancel()
         await asyncio.wait(reading_all)
