@@ -129,10 +129,10 @@ def compile_ahead(variant: Variant, geometry: Geometry, architecture: int) -> Re
     )
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    return _resources(compiled.asm["cubin"], compiled.metadata.shared, architecture)
+    return resources_of(compiled.asm["cubin"], compiled.metadata.shared, architecture)
 
 
-def _resources(cubin: bytes, shared_bytes: int, architecture: int) -> Resources:
+def resources_of(cubin: bytes, shared_bytes: int, architecture: int) -> Resources:
     cuobjdump = Path(get_ptxas(architecture).path).with_name("cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -34,7 +34,7 @@ from microtome.cuda_runtime.native_library import cpu_features
 from microtome.cuda_runtime.program import PROGRAMS
 from microtome.planner.errors import BadConfig
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 
 
@@ -53,6 +53,7 @@ class Manifest:
     session_tokens: int  # the longest session it is good for
     dtype: str  # of weights and activations, as torch names it
     kv_dtype: str  # of cells
+    quantize: str  # none or int8: of linear layers' weights
     attention: str  # the realisation whose operator the programs call
     layers: tuple[LayerGeometry, ...]
     max_step_tokens: int  # of the prefill program
@@ -118,6 +119,7 @@ def write(
     device: torch.device,
     dtype: str,
     kv_dtype: str,
+    quantize: str,
     attention: str,
     layers: tuple[LayerGeometry, ...],
     max_step_tokens: int,
@@ -148,6 +150,7 @@ def write(
             session_tokens=session_tokens,
             dtype=dtype,
             kv_dtype=kv_dtype,
+            quantize=quantize,
             attention=attention,
             layers=layers,
             max_step_tokens=max_step_tokens,
@@ -194,6 +197,7 @@ def _check_geometry(path: Path, manifest: Manifest) -> None:
         ("vocab_size", manifest.vocab_size > 0, manifest.vocab_size),
         ("context_length", manifest.context_length > 0, manifest.context_length),
         ("session_tokens", 0 < manifest.session_tokens <= manifest.context_length, manifest.session_tokens),
+        ("quantize", manifest.quantize in ("none", "int8"), manifest.quantize),
         ("max_step_tokens", manifest.max_step_tokens >= 2, manifest.max_step_tokens),
         ("programs", all(f"{name}.pt2" in manifest.files for name in PROGRAMS), sorted(manifest.files)),
         ("weights", WEIGHTS in manifest.files, sorted(manifest.files)),

@@ -7,6 +7,7 @@ from microtome.planner.errors import BadConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "float8_e4m3")
+QUANTIZATIONS = ("auto", "none", "int8")
 METHODS = ("auto", "compiled", "eager")
 
 
@@ -18,6 +19,7 @@ class RuntimeOptions:
     device: str = "cpu"  # "cpu", "cuda" or "cuda:0": a worker sees one device
     dtype: str = "auto"  # of weights and activations; auto: float32 on a CPU, bfloat16 on CUDA
     kv_dtype: str = "auto"  # of cells; float8_e4m3 too, which takes less room and rounds more; auto: as dtype
+    quantize: str = "auto"  # of linear layers' weights: int8 or none; auto: as an artifact has it, else none
     kv_tokens: int | None = None  # cells of the pool; None: from free memory
     memory_fraction: float = 0.9  # of the memory free after loading, for the pool
     max_step_tokens: int = 512  # the dynamic method's widest forward
@@ -37,6 +39,8 @@ class RuntimeOptions:
             raise BadConfig(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if self.kv_dtype not in KV_DTYPES:
             raise BadConfig(f"kv_dtype {self.kv_dtype!r} is none of {', '.join(KV_DTYPES)}")
+        if self.quantize not in QUANTIZATIONS:
+            raise BadConfig(f"quantize {self.quantize!r} is none of {', '.join(QUANTIZATIONS)}")
         if self.methods not in METHODS:
             raise BadConfig(f"methods {self.methods!r} is none of {', '.join(METHODS)}")
         for name in ("kv_tokens", "max_session_tokens", "threads"):

@@ -26,7 +26,8 @@ from torch.export import Dim, ExportedProgram
 
 from microtome.cuda_runtime.attention.registry import get_attention
 from microtome.cuda_runtime.checkpoint import Checkpoint, find_checkpoint
-from microtome.cuda_runtime.linear.packed import join_side_by_side, operators, pack_linears
+from microtome.cuda_runtime.linear import int8
+from microtome.cuda_runtime.linear.packed import join_side_by_side, pack_linears
 from microtome.cuda_runtime.model import CellModel, LayerGeometry, skeleton
 from microtome.planner.errors import BadConfig
 
@@ -60,6 +61,7 @@ class ProgramRequest:
     device: str
     dtype: str
     kv_dtype: str  # of cells, as torch names it
+    quantize: str  # none or int8
     attention: str
     layers: tuple[tuple[int, int, int], ...]  # kv_heads, head_size, window
     max_step_tokens: int
@@ -126,8 +128,9 @@ def export(
     )
     with torch.no_grad():
         exported = torch.export.export(model, arguments, dynamic_shapes=shapes, strict=False)
-    if device.type == "cpu" and operators() is not None:
-        join_side_by_side(exported.graph)
+    if device.type == "cpu":
+        for operator in ("packed_linear", "int8_linear"):
+            join_side_by_side(exported.graph, operator)
         exported.graph_module.recompile()
     return exported
 
@@ -174,6 +177,8 @@ def build_skeleton(checkpoint: Checkpoint, request: ProgramRequest) -> CellModel
     """The model that `request` describes, with every weight's shape and no weight's value, on its device."""
     device, dtype = torch.device(request.device), getattr(torch, request.dtype)
     causal_lm = skeleton(checkpoint, dtype=dtype, session_tokens=request.session_tokens)
+    if request.quantize == "int8":
+        int8.quantize_linears(causal_lm, device=device)
     pack_linears(causal_lm, device=device)
     for module in causal_lm.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

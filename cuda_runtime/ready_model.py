@@ -21,6 +21,7 @@ from platformdirs import user_cache_path
 from microtome.cuda_runtime import artifact
 from microtome.cuda_runtime.attention.registry import default_attention, get_attention
 from microtome.cuda_runtime.checkpoint import Checkpoint, fingerprint
+from microtome.cuda_runtime.linear import int8
 from microtome.cuda_runtime.linear.packed import operators, pack_linears
 from microtome.cuda_runtime.model import CellModel, LayerGeometry, load_model, read_geometry
 from microtome.cuda_runtime.options import RuntimeOptions
@@ -39,7 +40,15 @@ from microtome.planner.errors import BadConfig
 _log = logging.getLogger("microtome.runtime")
 
 # What a compiled program is shaped by, beside the libraries: a change here is another program.
-_SHAPED_BY = ("artifact.py", "model.py", "program.py", "rotary.py", "attention/torch_operator.py", "linear/packed.py")
+_SHAPED_BY = (
+    "artifact.py",
+    "model.py",
+    "program.py",
+    "rotary.py",
+    "attention/torch_operator.py",
+    "linear/packed.py",
+    "linear/int8.py",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +113,7 @@ def ready_model(options: RuntimeOptions, checkpoint: Checkpoint, target: Target,
         min_outputs=1,
         layers=layers,
         name=checkpoint.name,
-        fingerprint=content or fingerprint(checkpoint),
+        fingerprint=_of_numbers(content or fingerprint(checkpoint), _quantize(options)),
         kv_dtype=target.kv_dtype,
     )
 
@@ -177,6 +186,7 @@ def make_artifact(
         device=str(target.device),
         dtype=_name(target.dtype),
         kv_dtype=_name(target.kv_dtype),
+        quantize=_quantize(options),
         attention=default_attention(target.device),
         layers=tuple((layer.kv_heads, layer.head_size, layer.window) for layer in layers),
         max_step_tokens=max(2, options.max_step_tokens, options.widths[-1]),
@@ -196,6 +206,7 @@ def make_artifact(
             device=target.device,
             dtype=request.dtype,
             kv_dtype=request.kv_dtype,
+            quantize=request.quantize,
             attention=request.attention,
             layers=layers,
             max_step_tokens=request.max_step_tokens,
@@ -213,6 +224,8 @@ def _from_artifact(path: Path, options: RuntimeOptions, device: torch.device, st
             raise BadConfig(f"artifact {path}: it is of dtype {manifest.dtype}, not {options.dtype}")
         if options.kv_dtype != "auto" and not manifest.kv_dtype.startswith(options.kv_dtype):
             raise BadConfig(f"artifact {path}: its cells are of dtype {manifest.kv_dtype}, not {options.kv_dtype}")
+        if options.quantize not in ("auto", manifest.quantize):
+            raise BadConfig(f"artifact {path}: its weights are of quantize {manifest.quantize}, not {options.quantize}")
         widest = max(options.max_step_tokens, options.widths[-1])
         if widest > manifest.max_step_tokens:
             raise BadConfig(f"artifact {path}: it takes steps of {manifest.max_step_tokens} tokens, not of {widest}")
@@ -224,6 +237,8 @@ def _from_artifact(path: Path, options: RuntimeOptions, device: torch.device, st
     with start_up.stage("weights"):
         get_attention(manifest.attention)  # the programs call its operator, and that of packed linear layers
         operators()
+        if manifest.quantize == "int8":
+            int8.load_operators(device)
         weights = artifact.read_weights(path, manifest, device)
     with start_up.stage("programs"):
         return ReadyModel(
@@ -232,7 +247,7 @@ def _from_artifact(path: Path, options: RuntimeOptions, device: torch.device, st
             min_outputs=MIN_OUTPUTS,
             layers=manifest.layers,
             name=manifest.model,
-            fingerprint=manifest.fingerprint,
+            fingerprint=_of_numbers(manifest.fingerprint, manifest.quantize),
             kv_dtype=getattr(torch, manifest.kv_dtype),
         )
 
@@ -243,8 +258,22 @@ def _load(
     session_tokens = _session_tokens(options, checkpoint)
     causal_lm = load_model(checkpoint, device=target.device, dtype=target.dtype, session_tokens=session_tokens)
     layers = read_geometry(causal_lm, target.device)
+    if _quantize(options) == "int8":
+        int8.quantize_linears(causal_lm, device=target.device)
     pack_linears(causal_lm)
     return CellModel(causal_lm, get_attention(default_attention(target.device))), layers
+
+
+def _quantize(options: RuntimeOptions) -> str:
+    """What is made of a checkpoint's own weights."""
+    return "none" if options.quantize == "auto" else options.quantize
+
+
+def _of_numbers(fingerprint: str, quantize: str) -> str:
+    """Weights in other numbers are another model: no session goes from one to the other."""
+    if quantize == "none":
+        return fingerprint
+    return hashlib.sha256(f"{fingerprint} {quantize}".encode()).hexdigest()
 
 
 def _session_tokens(options: RuntimeOptions, checkpoint: Checkpoint) -> int:
@@ -263,6 +292,7 @@ def _key(options: RuntimeOptions, checkpoint: Checkpoint, content: str, target: 
         transformers.__version__,
         _name(target.dtype),
         _name(target.kv_dtype),
+        _quantize(options),
         default_attention(target.device),
         max(options.max_step_tokens, options.widths[-1]),
         _session_tokens(options, checkpoint),

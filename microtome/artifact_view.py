@@ -60,6 +60,7 @@ def _facts(manifest: "Manifest") -> RenderableType:
         "machine",
         "dtype",
         "kv_dtype",
+        "quantize",
         "attention",
         "vocab_size",
         "context_length",

@@ -7,7 +7,17 @@ import typer
 from rich.console import Console
 
 from microtome import local
-from microtome.cli_options import ConfigFile, Device, Dtype, MaxStepTokens, Model, Settings, Threads, layers_of
+from microtome.cli_options import (
+    ConfigFile,
+    Device,
+    Dtype,
+    MaxStepTokens,
+    Model,
+    Quantize,
+    Settings,
+    Threads,
+    layers_of,
+)
 
 
 def export(
@@ -15,6 +25,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
     device: Device = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     max_step_tokens: MaxStepTokens = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -27,6 +38,7 @@ def export(
         "model": model,
         "runtime.device": device,
         "runtime.dtype": dtype,
+        "runtime.quantize": quantize,
         "runtime.max_step_tokens": max_step_tokens,
     }
     config = local.configuration(*layers_of(config_file, settings, given))

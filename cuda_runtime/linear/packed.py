@@ -105,14 +105,18 @@ def packed_bytes(linear: nn.Linear) -> int:
     return -(-linear.out_features // BLOCK) * BLOCK * linear.in_features * linear.weight.dtype.itemsize
 
 
-def join_side_by_side(graph: Graph) -> int:
+def join_side_by_side(graph: Graph, name: str = "packed_linear") -> int:
     """In a traced graph, let layers over the same rows run as one operator, two or three at a time; how many were.
 
+    `name` is the operator's whose `name`_2 and `name`_3 take two and three layers' arguments behind the rows.
     Threads are woken once for all of them. Weights are arguments of the graph, so each is there before the first.
     """
+    if not hasattr(torch.ops.microtome, name):
+        return 0
+    alone = getattr(torch.ops.microtome, name).default
     over_same_rows: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is torch.ops.microtome.packed_linear.default:
+        if node.op == "call_function" and node.target is alone:
             over_same_rows.setdefault(node.args[0], []).append(node)
     joined = 0
     widest = max(SIDE_BY_SIDE)
@@ -121,7 +125,7 @@ def join_side_by_side(graph: Graph) -> int:
             group = layers[begin : begin + widest]
             if len(group) < 2:
                 continue
-            operator = getattr(torch.ops.microtome, f"packed_linear_{len(group)}").default
+            operator = getattr(torch.ops.microtome, f"{name}_{len(group)}").default
             with graph.inserting_before(group[0]):
                 arguments = [argument for layer in group for argument in layer.args[1:]]
                 together = graph.call_function(operator, (rows, *arguments))

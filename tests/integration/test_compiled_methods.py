@@ -11,10 +11,11 @@ from random import Random
 import pytest
 import torch
 from rich.console import Console
+from safetensors import safe_open
 
 from microtome.artifact_view import artifact_view
 from microtome.cuda_runtime import artifact, build, ready_model
-from microtome.cuda_runtime.checkpoint import end_token_ids, find_checkpoint, load_tokenizer
+from microtome.cuda_runtime.checkpoint import end_token_ids, find_checkpoint, fingerprint, load_tokenizer
 from microtome.cuda_runtime.executor import Executor, build_executor
 from microtome.cuda_runtime.options import RuntimeOptions
 from microtome.planner.errors import BadConfig
@@ -216,9 +217,10 @@ def unsigned(found: Path) -> None:
         (incomplete, "check 'files': decode.pt2 is missing"),
         (not_json, "check 'manifest': it is not JSON"),
         (unsigned, "check 'manifest': its digest does not match"),
-        (lambda found: edited(found, format=2), "check 'format': it is of format 2, this reads 1"),
+        (lambda found: edited(found, format=3), "check 'format': it is of format 3, this reads 2"),
         (lambda found: edited(found, torch="1.0"), "check 'torch version': it was made for 1.0"),
         (lambda found: edited(found, machine="cpu vax"), "check 'machine': it was made for cpu vax"),
+        (lambda found: edited(found, quantize="int3"), "check 'quantize': int3 cannot be"),
         (lambda found: edited(found, vocab_size=0), "check 'vocab_size'"),
         (lambda found: edited(found, layers=[]), "check 'layers'"),
         (lambda found: edited(found, max_step_tokens=1), "check 'max_step_tokens'"),
@@ -239,6 +241,7 @@ def test_a_damaged_or_foreign_artifact_is_refused_by_the_check_that_failed(
     ("options", "words"),
     [
         ({"dtype": "bfloat16"}, "it is of dtype float32, not bfloat16"),
+        ({"quantize": "int8"}, "its weights are of quantize none, not int8"),
         ({"max_step_tokens": 65}, "it takes steps of 64 tokens, not of 65"),
     ],
 )
@@ -247,6 +250,24 @@ def test_options_that_do_not_fit_a_named_artifact_are_refused(
 ) -> None:
     with pytest.raises(BadConfig, match=words):
         executor(made, folder, **options)
+
+
+def test_weights_of_8_bits_are_kept_as_such_and_give_the_tokens_of_eager_code(
+    toy: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    options = RuntimeOptions(model=str(toy), quantize="int8", max_step_tokens=64, widths=(1, 2, 4, 8))
+    made = tmp_path / "rounded"
+    build.export(options, made)
+    with safe_open(made / artifact.WEIGHTS, framework="pt") as stored:
+        kept = {name: stored.get_slice(name).get_dtype() for name in list(stored.keys())}
+    numbers = [dtype for name, dtype in kept.items() if name.endswith("_proj.numbers")]
+    assert numbers == ["I8"] * 14  # seven layers of two blocks
+    assert not [name for name in kept if name.endswith("_proj.weight")]
+    compiled = executor(made, tmp_path)
+    assert tokens_of(compiled, prompts) == tokens_of(executor(toy, tmp_path, quantize="int8", methods="eager"), prompts)
+    assert compiled.describe().fingerprint != fingerprint(find_checkpoint(str(toy)))
+    with pytest.raises(BadConfig, match="its weights are of quantize int8, not none"):
+        executor(made, tmp_path, quantize="none")
 
 
 def test_nothing_half_is_left_where_compilation_fails(

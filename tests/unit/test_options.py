@@ -13,6 +13,7 @@ from microtome.planner.errors import BadConfig
         ({"device": "cuda:x"}, "device 'cuda:x'"),
         ({"dtype": "int4"}, "dtype 'int4' is none of auto"),
         ({"kv_dtype": "int8"}, "kv_dtype 'int8' is none of auto"),
+        ({"quantize": "int4"}, "quantize 'int4' is none of auto, none, int8"),
         ({"methods": "fast"}, "methods 'fast' is none of auto, compiled, eager"),
         ({"kv_tokens": 0}, "kv_tokens 0 is below 1"),
         ({"kv_tokens": 511}, "kv_tokens 511 is below the widest step 512"),
