@@ -28,7 +28,8 @@ def test_nodes_come_for_a_request_are_left_when_preempted_and_go_when_idle() -> 
     seen = {line["what"]: line for line in lines}
     assert seen["up"]["nodes"] == 1, "a service without workers was given a node"
     first = seen["first answer from no worker and no node"]
-    assert (first["right"], first["nodes"]) == (True, 2)
+    assert first["right"]
+    assert first["nodes"] >= 2  # a slow machine's autoscaler may start one more before the first has told of itself
     assert seen["preempted node is left"]["cause"] == "drained: its node is draining"
     goes_on = seen["stream goes on elsewhere"]
     assert goes_on["right"]
@@ -42,7 +43,7 @@ def test_nodes_come_for_a_request_are_left_when_preempted_and_go_when_idle() -> 
     assert lacks.startswith("no node has room for it yet: node "), lacks
     assert lacks.count("CPU needs 1, free 0 of 1") >= 2, "it does not name every node"
     assert lacks.count("node 127.0.0.1: ") == 3, "it does not name every node"
-    assert seen["a lost node's streams go on elsewhere"]["ended"] == 0, "streams broke with the node"
+    assert seen["a lost node's streams go on elsewhere"]["broken"] == 0
     assert seen["backlog is gone"]["right"]
     assert seen["backlog is gone"]["tokens"] > 0
     assert seen["idle node is gone"]["workers"] == 0

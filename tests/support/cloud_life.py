@@ -122,8 +122,8 @@ async def live(address: str) -> None:
         await status_when(stub, lambda s: any(w.name == victim.name and w.state == "lost" for w in s.workers))
         enough = sum(len(tokens) for _, tokens, _ in calls) + 100
         await status_when(stub, lambda s: sum(len(tokens) for _, tokens, _ in calls) > enough)
-        ended = sum(task.done() for task in reading_all)
-        say("a lost node's streams go on elsewhere", begin, ended=ended)
+        broken = sum(task.done() and task.result() is not grpc.StatusCode.OK for task in reading_all)
+        say("a lost node's streams go on elsewhere", begin, broken=broken)
         for _, _, call in calls:
             call.cancel()
         await asyncio.wait(reading_all)
