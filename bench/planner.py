@@ -8,7 +8,11 @@ the middle half):
   tokens of each history, generations in line. Each is quoted as a ratio to its smallest value, measured in turns in
   this run; the slope must be flat;
 - radix tree look-ups and insertions a second, and a look-up's cost against the tokens that match;
-- what writing the journal adds to a step, as a share of the step's own planning and of a step of 10 ms.
+- what keeping a journal adds to a step, at rest and while generations come and go (about 2 of 256 with each step), as a
+  share of planning the same steps and of a step of 10 ms. `loop`: handing calls to the journal's thread. `encoding`:
+  what that thread encodes, ten steps at once, as when steps take 10 ms; these two are what a step pays. `thread`: all
+  its processor time with steps 10 ms apart, waking, writing and syncing included. `inline`: each call encoded by
+  itself, as it would be on the loop.
 """
 
 import argparse
@@ -20,7 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
+from microtome.actors.journal_file import WRITE_EVERY_S, JournalFile
 from microtome.planner.cells import CellTable
 from microtome.planner.config import PlannerConfig
 from microtome.planner.control import Control
@@ -55,6 +61,7 @@ WORKER = WorkerId("w")
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 VOCAB = 50_000
 STEP_US = 10_000  # what a step takes on a device, for the journal's share
+STEPS_AT_ONCE = round(WRITE_EVERY_S * 1e6 / STEP_US)  # that the journal's thread finds
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +178,6 @@ class Rig:
         self.take(instructions)
         return took
 
-    def timed_entry(self, journal: Encoder, event: Event) -> tuple[float, float, int]:
-        """Seconds in the planner and in the journal, and the entry's bytes."""
-        begin = time.thread_time()
-        instructions = self.control.handle(event)
-        planned = time.thread_time()
-        entry = journal.entry(event, instructions)
-        written = time.thread_time()
-        self.take(instructions)
-        return planned - begin, written - planned, len(entry)
-
 
 def in_turns(rigs: Sequence[Rig], rounds: int) -> list[Sample]:
     """Steps of each rig, one after the other, so that a change of the machine's speed meets all."""
@@ -242,66 +239,130 @@ def prefix_tree(rounds: int) -> dict[str, int]:
     return figures
 
 
-def journal(rounds: int) -> dict[str, object]:
-    rig, encoder = Rig(256), Encoder()
+Share = tuple[float, float]  # microseconds a step, and as a share of the same steps' planning
+
+
+class Journaled:
+    """A rig of 256 sessions whose calls are recorded. `coming`: about 2 generations end and begin with each step."""
+
+    def __init__(self, coming: bool) -> None:
+        self.coming = coming
+        self.rig = Rig(256, limit=128 if coming else 10_000)
+        self.planned = self.kept = 0.0  # seconds of processor time
+        self.began = self.rounds = 0  # generations; steps
+        if coming:
+            for number, generation in enumerate(self.rig.control._generations.values()):
+                generation.limit = generation.delivered + 4 + number // 2  # as if they had begun one after the other
+
+    def share(self, seconds: float) -> Share:
+        return seconds / self.rounds * 1e6, seconds / self.planned
+
+    def step(self, keep: Callable[[Event, Sequence[Instruction]], object]) -> None:
+        """An answer, and a prompt of 128 tokens for each generation that ended with it."""
+        self.rounds += 1
+        self.call(self.rig.answered(), keep)
+        for _ in range(256 - len(self.rig.control._generations) if self.coming else 0):
+            self.began += 1
+            options = GenerationOptions(max_new_tokens=128, stop_token_ids=(1, 2))
+            tokens = tuple((self.began * 37 + k) % VOCAB for k in range(128))
+            name = GenerationId(f"n{self.began:015x}")
+            self.call(Submit(at_us=0, generation=name, prompt=tokens, options=options), keep)
+
+    def call(self, event: Event, keep: Callable[[Event, Sequence[Instruction]], object]) -> None:
+        begin = time.thread_time()
+        instructions = self.rig.control.handle(event)
+        planned = time.thread_time()
+        keep(event, instructions)
+        self.kept += time.thread_time() - planned
+        self.planned += planned - begin
+        self.rig.take(instructions)
+
+
+def journal(rounds: int, coming: bool) -> tuple[dict[str, Share], float]:
+    """What keeping a journal costs by each way of looking at it, and the bytes a step writes."""
     gc.collect()
     gc.freeze()
-    samples = [rig.timed_entry(encoder, rig.answered()) for _ in range(rounds)][20:]
-    planned = statistics.median(s[0] for s in samples) * 1e6
-    written = statistics.median(s[1] for s in samples) * 1e6
-    size = samples[-1][2]
-    share = written / planned
-    print(
-        f"\njournal, 256 sessions: {written:.0f} us and {size} bytes a step; "
-        f"{share:.1%} of planning it, {written / STEP_US:.2%} of a step of {STEP_US // 1000} ms"
-    )
-    coming = journal_with_coming_and_going(rounds)
-    return {
-        "us": round(written, 1),
-        "bytes": size,
-        "of_planning": round(share, 4),
-        "of_step": round(written / STEP_US, 5),
-        "of_planning_with_coming_and_going": round(coming, 4),
-    }
+    shares: dict[str, Share] = {}
 
-
-def journal_with_coming_and_going(rounds: int) -> float:
-    """The journal's share of planning while generations end and as many begin: about 2 of 256 with each step."""
-    output, prompt = 128, 128
-    rig, encoder = Rig(256, limit=output), Encoder()
-    for number, generation in enumerate(rig.control._generations.values()):
-        generation.limit = generation.delivered + 4 + number // 2  # as if they had begun one after the other
-    gc.collect()
-    gc.freeze()
-    planned = written = 0.0
-    names = size = 0
-
-    def take_in(event: Event) -> None:
-        nonlocal planned, written, size
-        one, other, length = rig.timed_entry(encoder, event)
-        planned, written, size = planned + one, written + other, size + length
-
+    inline, encoder = Journaled(coming), Encoder()
     for _ in range(rounds):
-        take_in(rig.answered())
-        for _ in range(256 - len(rig.control._generations)):
-            names += 1
-            options = GenerationOptions(max_new_tokens=output, stop_token_ids=(1, 2))
-            tokens = tuple((names * 37 + k) % VOCAB for k in range(prompt))
-            take_in(Submit(at_us=0, generation=GenerationId(f"n{names:015x}"), prompt=tokens, options=options))
-    print(
-        f"the same with {names / rounds:.1f} generations that come and go in each step: "
-        f"{written / planned:.1%} of planning, {size / rounds:.0f} bytes"
-    )
-    return written / planned
+        inline.step(encoder.entry)
+    shares["inline"] = inline.share(inline.kept)
+
+    batched, encoder = Journaled(coming), Encoder()
+    calls: list[tuple[Event, Sequence[Instruction]]] = []
+    encoding = 0.0
+    for number in range(rounds):
+        batched.step(lambda event, instructions: calls.append((event, instructions)))
+        if number % STEPS_AT_ONCE == STEPS_AT_ONCE - 1:
+            begin = time.thread_time()
+            for event, instructions in calls:
+                encoder.entry(event, instructions)
+            encoding += time.thread_time() - begin
+            calls.clear()
+    shares["encoding"] = batched.share(encoding)
+
+    paced = Journaled(coming)
+    with TemporaryDirectory() as folder:
+        file = JournalFile(Path(folder) / "journal", 2**30)
+        file.open(PlannerConfig(), "")
+        time.sleep(2 * WRITE_EVERY_S)
+        clock = time.pthread_getcpuclockid(file._thread.ident or 0)
+        before, header = time.clock_gettime(clock), file.written_bytes
+        due = time.monotonic()
+        for _ in range(rounds):
+            paced.step(lambda event, instructions: file.add([(event, instructions)]))
+            due += STEP_US / 1e6
+            time.sleep(max(0.0, due - time.monotonic()))
+        time.sleep(2 * WRITE_EVERY_S)
+        thread, size = time.clock_gettime(clock) - before, file.written_bytes - header
+        file.close()
+    shares["loop"], shares["thread"] = paced.share(paced.kept), paced.share(thread)
+    return shares, size / rounds
+
+
+def journal_report(rounds: int, repeats: int) -> dict[str, object]:
+    """Both regimes in turns; of each figure the median, and the least and most of its share of planning."""
+    seen: dict[bool, list[tuple[dict[str, Share], float]]] = {False: [], True: []}
+    for _ in range(repeats):
+        for coming, runs in seen.items():
+            runs.append(journal(rounds, coming))
+    figures: dict[str, object] = {}
+    for coming, runs in seen.items():
+        title = "while generations come and go" if coming else "at rest"
+        size = round(statistics.median(written for _, written in runs))
+        print(f"\njournal, 256 sessions {title}: {size} bytes a step")
+        rows: dict[str, object] = {"bytes": size}
+        for name in ("loop", "encoding", "thread", "inline"):
+            us = statistics.median(shares[name][0] for shares, _ in runs)
+            of = sorted(shares[name][1] for shares, _ in runs)
+            share = statistics.median(of)
+            print(
+                f"  {name:>8} {us:6.1f} us: {share:.1%} of planning ({of[0]:.1%} to {of[-1]:.1%}), "
+                f"{us / STEP_US:.2%} of a step of {STEP_US // 1000} ms"
+            )
+            rows[name] = {"us": round(us, 1), "of_planning": round(share, 4), "of_step": round(us / STEP_US, 5)}
+        figures[title] = rows
+    return figures
+
+
+def write(file: Path | None, figures: dict[str, object]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--journal", action="store_true", help="only what a journal costs")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller extremes")
     given = parser.parse_args()
     rounds = 60 if given.quick else 300
     top = 10 if given.quick else 100
+    if given.journal:
+        figures: dict[str, object] = {"journal": journal_report(rounds, 2 if given.quick else 5)}
+        write(given.json, figures)
+        return
     figures = {
         "sessions": sweep("decoding sessions", (1, 64, 256, 1024), Rig, rounds),
         "policies": report(
@@ -314,10 +375,9 @@ def main() -> None:
         "history": sweep("tokens of each history", (32, 320, 32 * top), lambda n: Rig(64, history=n), rounds),
         "waiting": sweep("generations in line", (0, 10 * top, 100 * top), lambda n: Rig(64, waiting=n), rounds),
         "prefix": prefix_tree(10 * rounds),
-        "journal": journal(rounds),
+        "journal": journal_report(rounds, 2 if given.quick else 5),
     }
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write(given.json, figures)
 
 
 if __name__ == "__main__":

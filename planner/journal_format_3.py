@@ -408,7 +408,10 @@ class PartReader:
         for kind, description in enumerate(descriptions, _FIRST_LAYOUT):
             if not issubclass(CLASSES.get(description[0], int), _WITH_LAYOUTS):
                 raise BadInput(f"it holds {description[0]}, which this version does not know")
-            self._layouts[kind] = Layout(CLASSES[description[0]], description)
+            try:
+                self._layouts[kind] = Layout(CLASSES[description[0]], description)
+            except (AttributeError, KeyError, TypeError, ValueError, error) as cause:
+                raise BadInput(f"its header does not say how a {description[0]} is written: {cause!r}") from cause
         if unknown := sorted(set(self._plan_columns) - {one.name for one in fields(StepPlan)}):
             raise BadInput(f"it holds StepPlan.{unknown[0]}, which this version does not know")
         self._memory = _Memory(len(self._plan_columns))

@@ -19,6 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import attrgetter
 from struct import Struct, error
 from typing import Any
 
@@ -32,6 +33,7 @@ Description = tuple[str, Fields, Fields, Fields, Fields]  # class, own, steady, 
 Memory = dict[str, tuple[tuple[Any, ...] | None, tuple[Any, ...]]]  # by class, of the last one: steady numbers, kept
 
 _NUMBERS = {int: "q", bool: "?", float: "d"}
+_NUMBER_FORMS = {"q", "Q", "?", "d"}
 _UNSIGNED = {"seed"}  # fields that use all 64 bits
 _OPTIONAL = Struct("<?q")
 _MASK = Struct("<H")  # bit 0: steady numbers are written; then one bit per kept field
@@ -55,6 +57,8 @@ class Layout:
         unknown = sorted(set(self._paths) - set(defaults))
         if unknown:
             raise BadInput(f"it holds {name}.{unknown[0]}, which this version does not know")
+        if not {form for _, form in (*own, *steady)} <= _NUMBER_FORMS:
+            raise ValueError(f"numbers of forms {[form for _, form in (*own, *steady)]}")
         self._own = Struct("<" + "".join(form for _, form in own))
         self._steady = Struct("<" + "".join(form for _, form in steady))
         self._fresh_forms = [_form(form) for _, form in fresh]
@@ -62,8 +66,13 @@ class Layout:
         self._forgotten = [(k, defaults[path]) for k, (path, form) in enumerate(kept) if form in ("value", "logprobs")]
         self._first = (None, self._remembered((_ABSENT,) * len(kept)))
         self._remembers = bool(steady or kept)
-        self._take = _taker(self._own, own, steady, kept, fresh)
+        self._take: Callable[[Any], Any] = _may_not_write
         self._tree = _tree(kind, self._paths)
+
+    def can_write(self) -> None:
+        """For one that was made from a class; never for a description from a file, which becomes source text here."""
+        _, own, steady, fresh, kept = self.description
+        self._take = _taker(self._own, own, steady, kept, fresh)
 
     def encode(self, value: Any, memory: Memory) -> bytes | None:
         """None for a value that does not fit, such as an integer of more than 64 bits: nothing is remembered of it."""
@@ -117,12 +126,14 @@ def layout(kind: type, *, own: Sequence[str] = (), fresh: Sequence[str] = ()) ->
     for path, form, _ in _leaves(kind):
         if path in fresh:
             group = "fresh"
-        elif form in ("q", "Q", "?", "d"):
+        elif form in _NUMBER_FORMS:
             group = "steady" if "." in path and path not in own else "own"
         else:
             group = "kept"
         groups[group].append((path, form))
-    return Layout(kind, (kind.__name__, *(tuple(fields) for fields in groups.values())))  # type: ignore[arg-type]
+    made = Layout(kind, (kind.__name__, *(tuple(fields) for fields in groups.values())))  # type: ignore[arg-type]
+    made.can_write()
+    return made
 
 
 LOGPROBS_HAVE_COLUMNS = [one.name for one in dataclasses.fields(TokenLogprobs)] == ["logprob", "top"]  # all of them
@@ -205,6 +216,10 @@ def _form_of(hint: Any, name: str) -> str:
     return "value"
 
 
+def _may_not_write(value: Any) -> Any:
+    raise TypeError(f"a layout that was read writes nothing: {type(value).__name__}")
+
+
 def _taker(packer: Struct, own: Fields, steady: Fields, kept: Fields, fresh: Fields) -> Callable[[Any], Any]:
     """What takes a value apart: its own numbers and its fresh fields as bytes, and the other two groups as tuples.
 
@@ -280,11 +295,13 @@ def _form(name: str) -> Form:
 
 def _numbers_of(kind: str, *names: str) -> Form:
     """An optional dataclass of integers."""
+    if unknown := set(names) - {one.name for one in dataclasses.fields(CLASSES[kind])}:
+        raise ValueError(f"{kind} has no {sorted(unknown)}")
     numbers = Struct("<" + "q" * len(names))
-    take = _taker(numbers, tuple((name, "q") for name in names), (), (), ())
+    take = attrgetter(*names)
 
     def write(value: Any) -> bytes:
-        return b"\0" if value is None else b"\1" + take(value)[0]
+        return b"\0" if value is None else b"\1" + numbers.pack(*(take(value) if len(names) > 1 else (take(value),)))
 
     def read(r: Reader) -> Any:
         there = r.byte()

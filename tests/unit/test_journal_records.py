@@ -41,7 +41,7 @@ from microtome.planner.events import (
     WorkerStartFailed,
 )
 from microtome.planner.journal import Encoder, Entry, read_journal
-from microtome.planner.journal_format_3 import FREQUENT
+from microtome.planner.journal_format_3 import FREQUENT, PartReader, header
 from microtome.planner.layouts import Layout, Memory, Rest, layout
 from microtome.planner.records import from_json, to_json
 from microtome.planner.scaling import ScalingConfig
@@ -305,6 +305,24 @@ def test_what_was_written_before_a_field_was_added_has_its_default() -> None:
 def test_what_a_newer_version_wrote_is_refused_by_the_field_that_is_not_known() -> None:
     with pytest.raises(BadInput, match=r"it holds Grown.further, which this version does not know"):
         Layout(Inner, layout(Grown).description)
+
+
+@pytest.mark.parametrize(
+    "form", ["numbers of Usage a,__import__('os').abort()", "numbers of Popen a", "a form", "", "q)", 7, None]
+)
+def test_a_header_that_names_no_form_of_ours_is_refused_and_nothing_in_it_runs(form: Any) -> None:
+    descriptions, columns = header()
+    for group in (1, 3, 4):
+        forged = list(descriptions[0])
+        (path, _), *others = forged[group]
+        forged[group] = ((path, form), *others)
+        with pytest.raises(BadInput, match="does not say how a Submit is written"):
+            PartReader(((tuple(forged), *descriptions[1:]), columns))
+
+
+def test_a_layout_that_was_read_writes_nothing() -> None:
+    with pytest.raises(TypeError, match="writes nothing: Inner"):
+        Layout(Inner, layout(Inner).description).encode(Inner(number=1), {})
 
 
 def test_fields_beside_the_columns_are_carried_where_they_are_not_the_default() -> None:
