@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from microtome.cuda_runtime import sampler
 from microtome.cuda_runtime.artifact import is_artifact
 from microtome.cuda_runtime.checkpoint import find_checkpoint, fingerprint
 from microtome.cuda_runtime.device_holders import check_unheld
@@ -61,6 +62,7 @@ def build(options: RuntimeOptions) -> Executor:
     with start_up.stage("capture"):
         methods = _methods(options, model, rows, pool, device)
     with start_up.stage("warm-up"):
+        sampler.prepare(device)
         table = MethodTable(measured(methods, rows))
     _log.info("ready: %s", start_up)
     capability = Capability(

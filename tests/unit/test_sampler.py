@@ -10,11 +10,19 @@ from numpy.typing import NDArray
 
 from microtome.cuda_runtime import sampler
 from microtome.cuda_runtime.coin import coins
+from microtome.cuda_runtime.drawing import cpu_native
 from microtome.cuda_runtime.logit_edits import SampledRow, edited
 from microtome.planner.types import SamplingParams
 from tests.support import host_sampler
 
 VOCABULARY = 400
+
+
+@pytest.fixture(params=["native", "stock"], autouse=True)
+def draws_with(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds with our kernel, where there is a compiler, and with torch's operators."""
+    if request.param == "stock":
+        monkeypatch.setattr(cpu_native, "operator", lambda: None)
 
 
 def random_logits(rows: int, seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""How one token is drawn from logits: with stock operators anywhere, with a kernel of ours on a CPU."""
