@@ -49,7 +49,9 @@ class Asked:
         then: Callable[[], None],
         session: SessionId | None = None,
         vocab: int = VOCAB,
+        context: int | None = None,
     ) -> None:
+        """`context`: tokens; in a session what is asked for beyond is cut off. None: not known, or no session."""
         self.name = name
         self.history = list(history)
         self.prompt = prompt
@@ -58,7 +60,8 @@ class Asked:
         self.session = session
         self.length = len(history) + len(prompt)
         sampling = options.sampling
-        self.oracle = generate([*history, *prompt], sampling, options.max_new_tokens, options.stop_token_ids, vocab)
+        limit = options.max_new_tokens if context is None else min(options.max_new_tokens, context - self.length)
+        self.oracle = generate([*history, *prompt], sampling, limit, options.stop_token_ids, vocab)
         self.next = 0
         self.finish: FinishReason | None = None
         self.ends = 0
@@ -223,7 +226,8 @@ class Callers:
     ) -> Asked:
         self._names += 1
         name = GenerationId(f"g{self._names}")
-        asked = self._asked[name] = Asked(name, history, prompt, options, then, session)
+        context = None if session is None else self._plot.max_tokens
+        asked = self._asked[name] = Asked(name, history, prompt, options, then, session, context=context)
         return asked
 
     def _prompt(self) -> tuple[int, ...]:

@@ -129,15 +129,18 @@ class HostileCallers:
                 siblings.append((used, 1))
         if name not in self._asked or self._asked[name].over:  # else the event is dropped, and nothing is to come
             history: list[int] = []
+            context = None
             if session is not None and session in self._control._sessions:
-                history = list(self._control._sessions.get(session).transcript)
+                known = self._control._sessions.get(session)
+                history = list(known.transcript)
+                context = self._control._entrance._context(known.model)
             for one, seed in ((name, options.sampling.seed), *siblings):
                 if one not in self._asked or self._asked[one].over:
                     length = len(history) + len(prompt)
                     policy = replace(options.sampling, seed=seed, prompt_tokens=length)
                     own = replace(options, sampling=policy)
                     place = session if one == name else None
-                    self._asked[one] = Asked(one, history, prompt, own, lambda: None, place, self._vocab)
+                    self._asked[one] = Asked(one, history, prompt, own, lambda: None, place, self._vocab, context)
         self._post(
             Submit(
                 at_us=now_us,
