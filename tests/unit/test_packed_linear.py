@@ -128,6 +128,41 @@ def test_layers_side_by_side_have_the_bits_of_layers_one_by_one(dtype: torch.dty
             assert all(torch.equal(ours, expected) for ours, expected in zip(together, alone, strict=False))
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gate_is_silu_of_one_layer_times_the_other_in_any_company(dtype: torch.dtype, bias: bool) -> None:
+    gate, up = layer(150, 96, dtype, bias=bias), layer(150, 96, dtype, bias=bias)
+    up.weight.mul_(-2)
+    x = rows(70, 96, dtype)
+    for name in runnable(dtype):
+        run = getattr(operators(), name.replace("linear", "gated"))
+        weights = (pack(gate.weight), gate.bias, pack(up.weight), up.bias)
+        torch.set_num_threads(1)
+        alone = torch.cat([run(x[i : i + 1], *weights, 150) for i in range(70)])
+        # The parts are rounded as the layers' own results are.
+        parts = [getattr(operators(), name)(x, *weights[at : at + 2], 150) for at in (0, 2)]
+        exact = nn.functional.silu(parts[0].double()) * parts[1].double()
+        assert torch.allclose(alone.double(), exact, rtol=TOLERANCE[dtype], atol=1e-6), name
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for count in ROWS:
+                assert torch.equal(run(x[:count], *weights, 150), alone[:count]), (name, threads, count)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_gate_takes_the_largest_numbers_and_keeps_what_is_none(dtype: torch.dtype) -> None:
+    weight = pack(torch.eye(32, dtype=dtype))
+    values = torch.tensor([0.0, 1e15, -1e30, 100.0, -100.0, -20.0, 88.0, torch.nan], dtype=dtype)
+    # One value a row: a NaN among a row's inputs is one in all its outputs.
+    x = torch.diag(nn.functional.pad(values, (0, 24)))
+    for name in runnable(dtype):
+        for count in (8, 32):
+            result = getattr(operators(), name.replace("linear", "gated"))(x[:count], weight, None, weight, None, 32)
+            found, given = result.diagonal()[:7].double(), values[:7].double()
+            assert torch.allclose(found, nn.functional.silu(given) * given, rtol=TOLERANCE[dtype], atol=1e-6), name
+            assert result[7].isnan().all()
+
+
 def test_a_traced_model_runs_layers_over_the_same_rows_side_by_side() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -33,9 +33,10 @@ void check(const Tensor& x, const Weight& weight) {
               "the bias is not a dense vector of ", weight.outputs);
 }
 
+// Checks a call and lays it out; the layers' y are left to the caller.
 template <size_t kCount>
-std::array<Tensor, kCount> run(const Tensor& x, const std::array<Weight, kCount>& weights, Unit unit) {
-  for (const Weight& weight : weights) check(x, weight);
+std::array<microtome::Linear, kCount> lay_out(const Tensor& x, const Tensor& rows,
+                                              const std::array<Weight, kCount>& weights, Unit unit) {
   const int64_t inputs = x.size(-1);
   if (x.scalar_type() == at::kFloat) {
     TORCH_CHECK(microtome::float32_served(), "this CPU has no unit for float32");
@@ -43,23 +44,40 @@ std::array<Tensor, kCount> run(const Tensor& x, const std::array<Weight, kCount>
     TORCH_CHECK(x.scalar_type() == at::kBFloat16 && unit != Unit::kNone, "this CPU has no unit for ", x.scalar_type());
     TORCH_CHECK(inputs % 32 == 0, inputs, " inputs are no multiple of 32");
   }
-  const Tensor flat = x.reshape({-1, inputs});
-  const Tensor rows = flat.stride(1) == 1 ? flat : flat.contiguous();
-  std::array<Tensor, kCount> results;
   std::array<microtome::Linear, kCount> layers{};
-  auto shape = x.sizes().vec();
   for (size_t i = 0; i < kCount; ++i) {
-    shape.back() = weights[i].outputs;
-    results[i] = at::empty(shape, x.options());
     layers[i].x = rows.const_data_ptr();
     layers[i].x_stride = rows.stride(0);
     layers[i].packed = weights[i].packed.const_data_ptr();
     layers[i].bias = weights[i].bias ? weights[i].bias->const_data_ptr() : nullptr;
-    layers[i].y = results[i].data_ptr();
     layers[i].rows = rows.size(0);
     layers[i].inputs = inputs;
     layers[i].outputs = weights[i].outputs;
     layers[i].threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  }
+  return layers;
+}
+
+Tensor rows_of(const Tensor& x) {
+  const Tensor flat = x.reshape({-1, x.size(-1)});
+  return flat.stride(1) == 1 ? flat : flat.contiguous();
+}
+
+Tensor result_of(const Tensor& x, int64_t outputs) {
+  auto shape = x.sizes().vec();
+  shape.back() = outputs;
+  return at::empty(shape, x.options());
+}
+
+template <size_t kCount>
+std::array<Tensor, kCount> run(const Tensor& x, const std::array<Weight, kCount>& weights, Unit unit) {
+  for (const Weight& weight : weights) check(x, weight);
+  const Tensor rows = rows_of(x);
+  std::array<microtome::Linear, kCount> layers = lay_out(x, rows, weights, unit);
+  std::array<Tensor, kCount> results;
+  for (size_t i = 0; i < kCount; ++i) {
+    results[i] = result_of(x, weights[i].outputs);
+    layers[i].y = results[i].data_ptr();
   }
   if (rows.size(0) == 0) return results;
   if (x.scalar_type() == at::kFloat) {
@@ -68,6 +86,30 @@ std::array<Tensor, kCount> run(const Tensor& x, const std::array<Weight, kCount>
     microtome::linear_bfloat16(layers.data(), kCount, unit);
   }
   return results;
+}
+
+Tensor run_gated(const Tensor& x, const std::array<Weight, 2>& weights, Unit unit) {
+  for (const Weight& weight : weights) check(x, weight);
+  TORCH_CHECK(weights[0].outputs == weights[1].outputs, "a gate of ", weights[0].outputs, " outputs does not fit ",
+              weights[1].outputs);
+  const Tensor rows = rows_of(x);
+  std::array<microtome::Linear, 2> layers = lay_out(x, rows, weights, unit);
+  Tensor result = result_of(x, weights[0].outputs);
+  if (rows.size(0) == 0) return result;
+  const bool float32 = x.scalar_type() == at::kFloat;
+  std::array<Tensor, 2> room;
+  if (float32 || microtome::gated_needs_room(rows.size(0), unit)) {
+    for (size_t i = 0; i < 2; ++i) {
+      room[i] = result_of(x, weights[i].outputs);
+      layers[i].y = room[i].data_ptr();
+    }
+  }
+  if (float32) {
+    microtome::gated_float32(layers[0], layers[1], result.data_ptr());
+  } else {
+    microtome::gated_bfloat16(layers[0], layers[1], result.data_ptr(), unit);
+  }
+  return result;
 }
 
 Unit widest_unit() {
@@ -102,6 +144,17 @@ Tensor packed_linear_vectors(const Tensor& x, const Tensor& packed, const Bias& 
   return run<1>(x, {{{packed, bias, outputs}}}, unit)[0];
 }
 
+Tensor packed_gated(const Tensor& x, const Tensor& gate, const Bias& gate_bias, const Tensor& up, const Bias& up_bias,
+                    int64_t outputs) {
+  return run_gated(x, {{{gate, gate_bias, outputs}, {up, up_bias, outputs}}}, widest_unit());
+}
+
+Tensor packed_gated_vectors(const Tensor& x, const Tensor& gate, const Bias& gate_bias, const Tensor& up,
+                            const Bias& up_bias, int64_t outputs) {
+  const Unit unit = widest_unit() == Unit::kNone ? Unit::kNone : Unit::kVectors;
+  return run_gated(x, {{{gate, gate_bias, outputs}, {up, up_bias, outputs}}}, unit);
+}
+
 // 0: none, 1: vectors, 2: the matrix unit.
 int64_t bfloat16_unit() { return int64_t(microtome::bfloat16_unit()); }
 bool float32_served() { return microtome::float32_served(); }
@@ -117,6 +170,10 @@ TORCH_LIBRARY_FRAGMENT(microtome, m) {
       "packed_linear_3(Tensor x, Tensor packed, Tensor? bias, int outputs, Tensor packed_1, Tensor? bias_1, "
       "int outputs_1, Tensor packed_2, Tensor? bias_2, int outputs_2) -> (Tensor, Tensor, Tensor)");
   m.def("packed_linear_vectors(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor");
+  m.def("packed_gated(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int outputs) -> Tensor");
+  m.def(
+      "packed_gated_vectors(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int outputs) -> "
+      "Tensor");
   m.def("bfloat16_unit() -> int", bfloat16_unit);
   m.def("float32_served() -> bool", float32_served);
 }
@@ -126,4 +183,6 @@ TORCH_LIBRARY_IMPL(microtome, CPU, m) {
   m.impl("packed_linear_2", packed_linear_2);
   m.impl("packed_linear_3", packed_linear_3);
   m.impl("packed_linear_vectors", packed_linear_vectors);
+  m.impl("packed_gated", packed_gated);
+  m.impl("packed_gated_vectors", packed_gated_vectors);
 }

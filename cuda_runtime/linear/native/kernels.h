@@ -34,4 +34,10 @@ bool float32_served();
 void linear_float32(const Linear* layers, int count);
 void linear_bfloat16(const Linear* layers, int count, Unit unit);  // `unit` is one this CPU has, and not kNone
 
+// y = silu(gate) * up for two layers of equal shape over the same rows, y dense as theirs are. Both layers' own y are
+// room of that size; in bfloat16 they may be null where `gated_needs_room` says so. Threads are woken once.
+void gated_float32(const Linear& gate, const Linear& up, void* y);
+bool gated_needs_room(int64_t rows, Unit unit);
+void gated_bfloat16(const Linear& gate, const Linear& up, void* y, Unit unit);
+
 }  // namespace microtome
