@@ -25,7 +25,7 @@ from bench.peer_engines.agreement import partings
 from bench.peer_engines.limits import demand_of_folder
 from bench.peer_engines.report import Agreement, Part, as_value, markdown, part_of
 from bench.peer_engines.roster import DTYPES, HOME_VARIABLE, MODEL, OURS, SETS, chosen, peers_home
-from bench.peer_engines.rounds import Bench, Measured, Plan, first_load
+from bench.peer_engines.rounds import Bench, Measured, Plan, load_of
 from bench.peer_engines.workload import WORKS
 
 MEASURED = Path(__file__).parent.parent / "docs" / "measured"
@@ -72,7 +72,7 @@ def compare_tokens(bench: Bench, measured: Measured) -> list[Agreement]:
     if ours is None:
         return []
     works = list(ours.tokens)
-    asked = [request for work in works for request in first_load(work).requests]
+    asked = [request for work in works for request in load_of(work, 1, 0).requests]
     own = [tokens for work in works for tokens in ours.tokens[work]]
     found = []
     for peer in measured.entrants:

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.peer_engines.figures import MEASURES, Spread, speed_ratios, spread, spreads
 from bench.peer_engines.limits import Demand
-from bench.peer_engines.roster import OURS, OURS_SERVED
+from bench.peer_engines.roster import OURS, OURS_INT8, OURS_SERVED
 from bench.peer_engines.rounds import Entrant, Measured
 
 # Columns of a table: their heading, and the measures in them.
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def ours(self) -> list[Entrant]:
-        return [entrant for entrant in self.there if entrant.engine.name in (OURS, OURS_SERVED)]
+        return [entrant for entrant in self.there if entrant.engine.name in (OURS, OURS_SERVED, OURS_INT8)]
 
 
 def part_of(measured: Measured, demand: Demand, agreements: Sequence[Agreement]) -> Part:
@@ -77,7 +77,7 @@ def part_of(measured: Measured, demand: Demand, agreements: Sequence[Agreement])
             spread([one["W3"]["prefill"] / most for one, most in zip(own.rounds, prefill, strict=True)]),
         )
         for own in bare.ours
-        if {"W2", "W3"} <= own.rounds[0].keys()
+        if own.engine.name != OURS_INT8 and {"W2", "W3"} <= own.rounds[0].keys()  # it reads other bytes
     ]
     return replace(bare, shares=found)
 

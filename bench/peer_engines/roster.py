@@ -10,7 +10,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 HOME_VARIABLE = "PEERS_HOME"
-OURS, OURS_SERVED = "microtome", "microtome-served"
+OURS, OURS_SERVED, OURS_INT8 = "microtome", "microtome-served", "microtome-int8"
 DTYPES = ("bfloat16", "float32")
 MODEL = "models/smollm2-135m"
 
@@ -31,6 +31,7 @@ class Engine:
     server: str = ""  # what its module starts
     dtypes: tuple[str, ...] = DTYPES  # in whose comparison it takes part
     environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)  # in its own names
     preloads: bool = False  # what vLLM wants
     stays: bool = True  # its process lives from the first round to the last; else it is new in each
 
@@ -47,7 +48,7 @@ class Engine:
         asked = {
             "BENCH_MODEL": str(home / self.model(dtype)),
             "BENCH_DTYPE": dtype,
-            "BENCH_SETTINGS": json.dumps(dict(settings)),
+            "BENCH_SETTINGS": json.dumps({**self.settings, **settings}),
             "HF_HUB_OFFLINE": "1",
             **self.environment,
         }
@@ -74,6 +75,14 @@ ENGINES = (
     Engine(OURS, "Microtome, in process", "microtome_in_process", _checkpoint),
     # New in each round: Ray's own processes are never quite idle, and would cost the others.
     Engine(OURS_SERVED, "Microtome, through Ray and gRPC", "microtome_served", _checkpoint, stays=False),
+    Engine(
+        OURS_INT8,
+        "Microtome, in process, weights of 8 bits",
+        "microtome_in_process",
+        _checkpoint,
+        dtypes=("bfloat16",),
+        settings={"runtime.quantize": "int8"},
+    ),
     Engine(
         "vllm",
         "vLLM, in process",
@@ -130,7 +139,7 @@ LIMITS = Engine("limits", "the machine", "limits", _checkpoint)
 
 SETS = {
     "main": (OURS, OURS_SERVED, "vllm", "openvino"),
-    "rest": (OURS, "vllm-served", "transformers", "llama-bf16", "llama-q8_0", "llama-q4_1", "onnxruntime"),
+    "rest": (OURS, OURS_INT8, "vllm-served", "transformers", "llama-bf16", "llama-q8_0", "llama-q4_1", "onnxruntime"),
     "all": tuple(engine.name for engine in ENGINES),
 }
 

@@ -140,7 +140,7 @@ class Bench:
             runs: list[Figures] = []
             work_s = time.monotonic()
             while not runs or (len(runs) < MOST_RUNS and time.monotonic() - work_s < SHORT_S):
-                asked = load(work, f"round {number}, run {len(runs)}") if number > 1 or runs else first_load(work)
+                asked = load_of(work, number, len(runs))
                 answer = process.ask(asdict(asked), LOAD_S)
                 records = [Record(**record) for record in answer["records"]]
                 runs.append(figures_of(work, asked, records))
@@ -206,9 +206,9 @@ class Bench:
             entrant.process = None
 
 
-def first_load(work: str) -> Load:
-    """Of the first round: its tokens are kept."""
-    return load(work, "round 1, run 0")
+def load_of(work: str, number: int, run: int) -> Load:
+    """Of a round, counted from 1, and a run in it, from 0."""
+    return load(work, f"round {number}, run {run}")
 
 
 def _cores_busy(seconds: float) -> float:
