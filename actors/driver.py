@@ -225,8 +225,7 @@ class DriverHost:
 
     async def where(self, generations: Sequence[GenerationId]) -> dict[GenerationId, Whereabouts]:
         await self._quiet.wait()
-        found = ((name, self._control.where(name)) for name in generations)
-        return {name: whereabouts for name, whereabouts in found if whereabouts is not None}
+        return self._control.places(generations)
 
     async def generations(self, limit: int) -> admin_pb2.ListGenerationsResponse:
         """Those that have not ended, `limit` at most: in line, in their order, then the others."""

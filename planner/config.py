@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from microtome.planner.errors import BadConfig
 from microtome.planner.policies import POLICIES
 from microtome.planner.scheduler import Limits
+from microtome.planner.tenant_shares import UNIT as HEAVIEST
 from microtome.planner.types import Capability
 
 
@@ -63,6 +64,10 @@ class PlannerConfig:
             tenant, _, number = text.rpartition("=")
             if not tenant or not number.isdecimal() or int(number) < 1:
                 raise BadConfig(f"tenant weight {text!r} is not 'tenant=weight' with a whole weight of 1 or more")
+            if int(number) > HEAVIEST:
+                raise BadConfig(f"tenant weight {text!r} is above {HEAVIEST}")
+            if tenant in weights:
+                raise BadConfig(f"tenant weight {text!r} is the second one of {tenant!r}")
             weights[tenant] = int(number)
         return weights
 

@@ -21,7 +21,7 @@ of a generation that has not ended is dropped too: an answer to it would end the
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -179,6 +179,10 @@ class Control:
     def where(self, generation: GenerationId) -> Whereabouts | None:
         """Where a generation is and what it waits for; None if it has ended or never was. Walks the line."""
         return self._outlook.where(generation)
+
+    def places(self, generations: Iterable[GenerationId]) -> dict[GenerationId, Whereabouts]:
+        """`where` of several, walking the line once. Without those that have ended or never were."""
+        return self._outlook.places(generations)
 
     def listed(self, limit: int) -> list[Listed]:
         """Generations that have not ended, `limit` at most: those in line, in their order, then the others.

@@ -3,9 +3,9 @@
 Reads the planner's books and changes nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import islice
 
 from microtome.planner.counters import Counters
 from microtome.planner.fleet import Fleet
@@ -15,6 +15,7 @@ from microtome.planner.models import Models
 from microtome.planner.placement import can_hold
 from microtome.planner.roster import Roster
 from microtome.planner.scaling import Load
+from microtome.planner.served import Served
 from microtome.planner.sessions import Sessions
 from microtome.planner.status import ControlStatus, Listed, Waiting, Whereabouts, WorkerStatus
 from microtome.planner.tenant_counters import TenantTally
@@ -75,31 +76,44 @@ class Outlook:
 
     def where(self, generation: GenerationId) -> Whereabouts | None:
         """Where a generation is and what it waits for; None if it has ended or never was. Walks the line."""
-        g = self._generations.get(generation)
-        if g is None:
-            return None
-        if g.state is State.RUNNING:
-            return self._running(g)
-        before = list(takewhile(lambda other: other is not g, g.session.model.line.in_order()))
-        return self._in_line(g, before)
+        return self.places([generation]).get(generation)
+
+    def places(self, generations: Iterable[GenerationId]) -> dict[GenerationId, Whereabouts]:
+        """`where` of several, walking the line once. Without those that have ended or never were."""
+        found: dict[GenerationId, Whereabouts] = {}
+        waiting: dict[Served, dict[GenerationId, Generation]] = {}
+        for name in generations:
+            g = self._generations.get(name)
+            if g is not None and g.state is State.RUNNING:
+                found[name] = self._running(g)
+            elif g is not None:
+                waiting.setdefault(g.session.model, {})[name] = g
+        for served, own in waiting.items():
+            line = _Line()
+            settling = any(g.state is State.SETTLING for g in own.values())
+            for g in served.line.in_order():
+                if own.pop(g.id, None) is not None:
+                    found[g.id] = self._in_line(g, line, found)
+                if not own:
+                    break
+                line.add(g)
+            assert settling or not own, "those that wait are in line"
+            for g in own.values():
+                found[g.id] = self._in_line(g, line, found)
+        return found
 
     def listed(self, limit: int) -> list[Listed]:
         """Generations that have not ended, `limit` at most: those in line, in their order, then the others."""
-        found: list[tuple[Generation, Whereabouts]] = []
+        names: list[GenerationId] = []
         for served in self._models.every:
-            line: list[Generation] = []
-            for g in served.line.in_order():
-                if len(found) < limit:
-                    found.append((g, self._in_line(g, line)))
-                line.append(g)
-            settling = (g for g in self._generations.values() if g.state is State.SETTLING)
-            own = islice((g for g in settling if g.session.model is served), limit - len(found))
-            found += [(g, self._in_line(g, line)) for g in own]
-        running = (g for g in self._generations.values() if g.state is State.RUNNING)
-        found += [(g, self._running(g)) for g in islice(running, limit - len(found))]
+            names += [g.id for g in islice(served.line.in_order(), limit - len(names))]
+        for state in (State.SETTLING, State.RUNNING):
+            names += islice((g.id for g in self._generations.values() if g.state is state), limit - len(names))
+        found = self.places(names)
+        options = [(name, self._generations[name].options) for name in names]
         return [
-            Listed(generation=g.id, tenant=g.options.tenant, priority=g.options.priority, whereabouts=where)
-            for g, where in found
+            Listed(generation=name, tenant=asked.tenant, priority=asked.priority, whereabouts=found[name])
+            for name, asked in options
         ]
 
     def _running(self, g: Generation) -> Whereabouts:
@@ -114,15 +128,17 @@ class Outlook:
                 ttft = ttft_us(worker, -r.undone, r.undone)
         return self._whereabouts(g, 0, waits_for, ttft, worker.id if worker is not None else None)
 
-    def _in_line(self, g: Generation, before: Sequence[Generation]) -> Whereabouts:
-        """Of one without a place on a worker; `before`: those in line that start earlier."""
+    def _in_line(self, g: Generation, line: "_Line", known: dict[GenerationId, Whereabouts]) -> Whereabouts:
+        """Of one without a place on a worker; `line`: those that start earlier. `known` is added to."""
         ttft = None
         if g.state is State.SETTLING and g.leader is not None:
-            leader = self.where(g.leader.id)  # its own first token follows the leader's at once
+            if g.leader.id not in known:
+                known |= self.places([g.leader.id])
+            leader = known.get(g.leader.id)  # its own first token follows the leader's at once
             ttft = leader.predicted_ttft_us if leader is not None else None
         elif not g.delivered:
-            ttft = self.forecast(sum(_to_run(other) for other in before), _to_run(g))
-        return self._whereabouts(g, len(before), self._reason(g, before), ttft, None)
+            ttft = self.forecast(line.tokens, _to_run(g), g.session.model)
+        return self._whereabouts(g, len(line.generations), self._reason(g, line.generations), ttft, None)
 
     def _whereabouts(
         self, g: Generation, position: int, waits_for: Waiting, ttft: int | None, worker: WorkerId | None
@@ -140,9 +156,12 @@ class Outlook:
             moved=g.moved,
         )
 
-    def forecast(self, ahead: int, own: int) -> int | None:
-        """Microseconds to the first token of a prompt of `own` tokens behind a line of `ahead`; None: unknown."""
-        staying = self._roster.takers(self._models.served)
+    def forecast(self, ahead: int, own: int, served: Served | None = None) -> int | None:
+        """Microseconds to the first token of a prompt of `own` tokens behind a line of `ahead`; None: unknown.
+
+        `served` None: of the model that new generations go to.
+        """
+        staying = self._roster.takers(served or self._models.served)
         forecasts = [ttft_us(w, ahead // len(staying), own) for w in staying]
         known = [f for f in forecasts if f is not None]
         return min(known) if known else None
@@ -181,6 +200,18 @@ class Outlook:
         if any(other.options.tenant != g.options.tenant for other in later):
             return Waiting.TENANT_SHARE
         return Waiting.CELLS if any(w.has_sequence or w.idle for w in staying) else Waiting.SEQUENCES
+
+
+class _Line:
+    """Those in line that have been walked past."""
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+        self.tokens = 0  # that they have to be prefilled with
+
+    def add(self, g: Generation) -> None:
+        self.generations.append(g)
+        self.tokens += _to_run(g)
 
 
 def _to_run(g: Generation) -> int:

@@ -57,8 +57,12 @@ class Siege:
                 self._workers.haunt(self._now_us)
             else:
                 self._post(Tick(at_us=self._now_us))
-            for name in self._callers.unfinished()[:3]:
+            unfinished = self._callers.unfinished()
+            for name in unfinished[:3]:
                 self._control.where(name)
+            listed = self._control.listed(len(unfinished) + 1)
+            assert {one.generation for one in listed} <= set(unfinished)
+            assert len(listed) == self._control.status().running + self._control.status().waiting
             self._control.status()
         self._come_to_rest()
         self._check_end()
@@ -113,7 +117,8 @@ def check_labels(w: WorkerPlan, executor: FakeExecutor) -> None:
         nodes += node.children.values()
         for token, cell in zip(node.tokens, node.cells, strict=True):
             held = executor.token_of(cell)
-            assert held == token or cell in w.prefix._planned, f"cell {cell} is kept under token {token} and holds {held}"
+            known = held == token or cell in w.prefix._planned
+            assert known, f"cell {cell} is kept under token {token} and holds {held}"
 
 
 def _config(rng: Random, usable_cells: int) -> PlannerConfig:

@@ -35,6 +35,8 @@ def worker(**executor: object) -> Capability:
         ({"tenant_weights": ("a",)}, "tenant weight 'a'"),
         ({"tenant_weights": ("a=0",)}, "tenant weight 'a=0'"),
         ({"tenant_weights": ("=2",)}, "tenant weight '=2'"),
+        ({"tenant_weights": ("a=1048577",)}, "tenant weight 'a=1048577' is above 1048576"),
+        ({"tenant_weights": ("a=1", "b=1", "a=2")}, "tenant weight 'a=2' is the second one of 'a'"),
         ({"policy": "nonsense"}, "policy 'nonsense' is none of decode-first"),
     ],
 )

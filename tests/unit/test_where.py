@@ -178,3 +178,18 @@ def test_what_is_generated_in_a_session_counts_against_its_tenant() -> None:
     session = cluster.open(tenant="acme")
     cluster.submit((1, 2), session=session)
     assert [one.tenant for one in cluster.control.listed(10)] == ["acme", ""]
+
+
+def test_many_are_looked_up_at_once_as_each_is_alone() -> None:
+    cluster = SmallCluster(max_sequences=2)
+    cluster.submit(LONG, 9, name="runs", priority=5)
+    session = cluster.open()
+    names = [cluster.submit((n, 2), 3, priority=n % 3, name=f"n{n}") for n in range(5)]
+    cluster.submit((8, 8), 3, name="a", siblings=[("b", 1), ("c", 2)])
+    cluster.submit((9, 9), 3, name="turn", session=session)
+    everyone = [GenerationId(name) for name in (*names, "c", "a", "b", "turn", "runs", "nobody")]
+    found = cluster.control.places(everyone)
+    assert set(found) == set(everyone) - {"nobody"}
+    for name, place in found.items():
+        assert place == where(cluster, name)
+    assert {one.generation: one.whereabouts for one in cluster.control.listed(100)} == found
