@@ -131,7 +131,7 @@ def write(
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise BadConfig(f"artifact {path}: there is something already")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as scratch:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".making-{path.name}-") as scratch:
         made = Path(scratch) / "artifact"
         made.mkdir()
         kept, aliases = _each_once(weights)
@@ -169,7 +169,6 @@ def write(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the artifact says of itself, well formed and signed; its files are not looked at. Raises `BadConfig`."""
     """What the artifact says of itself, well formed and signed; its files are not looked at. Raises `BadConfig`."""
     try:
         fields = json.loads((path / MANIFEST).read_bytes())

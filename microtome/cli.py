@@ -412,6 +412,7 @@ def demo(
 app.command()(cli_offline.solo)
 app.command()(cli_artifact.export)
 app.command()(cli_artifact.inspect)
+app.command()(cli_artifact.artifacts)
 app.command()(cli_offline.replay)
 
 
