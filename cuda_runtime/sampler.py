@@ -12,6 +12,7 @@ R rows, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from microtome.cuda_runtime.drawing import cpu_native, stock
 from microtome.cuda_runtime.drawing.policies import drawn_rows, restricts
 from microtome.cuda_runtime.log_probabilities import logprob_table, read_table
 from microtome.cuda_runtime.logit_edits import SampledRow, edited
+from microtome.cuda_runtime.upload import upload
 from microtome.planner.types import TokenLogprobs
 
 
@@ -38,7 +40,9 @@ def prepare(device: torch.device) -> None:
 
 
 def sample(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:
-    """Draw one token per row, and wait for it."""
+    """Draw one token per row, and wait for it. Raises `ValueError` for logits that are not a row of tokens for each."""
+    if logits_RV.dim() != 2 or len(logits_RV) != len(rows) or not logits_RV.numel():
+        raise ValueError(f"logits of shape {list(logits_RV.shape)} are no vocabulary for each of {len(rows)} rows")
     edited_RV = edited(logits_RV, rows)
     largest_R, tokens_R = edited_RV.max(dim=-1)  # the first of those alike; a NaN counts as the largest
     if edited_RV is not logits_RV:
@@ -54,7 +58,7 @@ def _logprobs(logits_RV: Tensor, tokens_R: Tensor, rows: Sequence[SampledRow]) -
         return ()
     tokens_R = tokens_R.clamp_min(0)
     if len(asking) < len(rows):
-        index = torch.tensor([at for at, _ in asking], device=logits_RV.device)
+        index = upload(np.asarray([at for at, _ in asking]), logits_RV.device)
         logits_RV, tokens_R = logits_RV.index_select(0, index), tokens_R.index_select(0, index)
     counts = [count for _, count in asking]
     found: list[TokenLogprobs | None] = [None] * len(rows)
@@ -76,6 +80,6 @@ def _draw_the_rest(tokens_R: Tensor, logits_RV: Tensor, rows: Sequence[SampledRo
     for restricted, draw_some in ((False, stock.draw_by_id), (True, stock.draw_by_rank)):
         some = [row for row in drawn if restricts(rows[row], vocabulary) is restricted]
         if some:
-            index = torch.tensor(some, device=device)
+            index = upload(np.asarray(some), device)
             policies = drawn_rows([rows[row] for row in some], vocabulary, device)
             tokens_R[index] = draw_some(logits_RV.index_select(0, index).to(torch.float32), policies)

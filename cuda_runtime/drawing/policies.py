@@ -10,6 +10,7 @@ from torch import Tensor
 
 from microtome.cuda_runtime.coin import coins
 from microtome.cuda_runtime.logit_edits import SampledRow
+from microtome.cuda_runtime.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ def drawn_rows(rows: Sequence[SampledRow], vocabulary: int, device: torch.device
         integers[0, index] = policy.top_k if by_rank else vocabulary
         integers[1, index] = seed - (1 << 64) if seed >> 63 else seed
         integers[2, index] = row.position
-    floats_3R = torch.from_numpy(floats).to(device, non_blocking=True)
-    integers_3R = torch.from_numpy(integers).to(device, non_blocking=True)
+    floats_3R = upload(floats, device)
+    integers_3R = upload(integers, device)
     return DrawnRows(
         temperature=floats_3R[0],
         top_k=integers_3R[0],

@@ -59,7 +59,10 @@ def shaped(shape: str, seed: int) -> Tensor:
         case "rounded":  # many ties
             return (logits_RV * 2).round() / 2
         case "mostly forbidden":
-            return logits_RV.masked_fill(torch.rand(ROWS, VOCABULARY) < 0.999, float("-inf"))
+            generator = torch.Generator().manual_seed(seed)
+            forbidden = torch.rand(ROWS, VOCABULARY, generator=generator) < 0.999
+            forbidden[:, seed] = False  # never all: the sampler forbids nothing then
+            return logits_RV.masked_fill(forbidden, float("-inf"))
         case "far away":
             return logits_RV + 3e4
         case _:

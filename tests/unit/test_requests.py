@@ -17,7 +17,7 @@ from microtome.actors.requests import (
 )
 from microtome.actors.text import Message
 from microtome.planner.errors import BadInput
-from microtome.planner.types import FinishReason
+from microtome.planner.types import FinishReason, SamplingParams
 from microtome.v1 import generation_pb2 as pb
 
 MODEL = ServedModel(
@@ -48,6 +48,46 @@ MODEL = ServedModel(
             pb.GenerateRequest(stop_token_ids=[1, 100]),
             "stop token id 100 (number 2) is not below the vocabulary size 100",
         ),
+        (pb.GenerateRequest(repetition_penalty=0), "repetition_penalty 0 is not above 0 and at most 1000"),
+        (pb.GenerateRequest(repetition_penalty=1001), "repetition_penalty 1001 is not above 0 and at most 1000"),
+        (pb.GenerateRequest(presence_penalty=float("nan")), "presence_penalty nan is not in -1000 to 1000"),
+        (pb.GenerateRequest(frequency_penalty=-1e9), "frequency_penalty -1e+09 is not in -1000 to 1000"),
+        (
+            pb.GenerateRequest(logit_bias=dict.fromkeys(range(301), 1.0)),
+            "301 logit biases are given, and 300 is the limit",
+        ),
+        (pb.GenerateRequest(logit_bias={7: float("inf")}), "the bias inf of token 7 is not in -1000 to 1000"),
+        (
+            pb.GenerateRequest(logit_bias={3: 1.0, 100: 1.0}),
+            "biased token id 100 (number 2) is not below the vocabulary size 100",
+        ),
+        (
+            pb.GenerateRequest(allowed_token_ids=pb.TokenIds(ids=[1] * 2000), banned_token_ids=[2] * 49),
+            "2000 allowed and 49 banned token ids are given, and 2048 together is the limit",
+        ),
+        (
+            pb.GenerateRequest(allowed_token_ids=pb.TokenIds(ids=[200])),
+            "allowed token id 200 (number 1) is not below the vocabulary size 100",
+        ),
+        (
+            pb.GenerateRequest(banned_token_ids=[200]),
+            "banned token id 200 (number 1) is not below the vocabulary size 100",
+        ),
+        (
+            pb.GenerateRequest(allowed_token_ids=pb.TokenIds(ids=[4, 5]), banned_token_ids=[5, 4, 6]),
+            "no token is left: 2 are allowed, and 3 banned",
+        ),
+        (pb.GenerateRequest(allowed_token_ids=pb.TokenIds()), "no token is left: 0 are allowed, and 0 banned"),
+        (pb.GenerateRequest(min_new_tokens=257), "min_new_tokens 257 is above max_new_tokens 256"),
+        (
+            pb.GenerateRequest(min_new_tokens=5, max_new_tokens=4),
+            "min_new_tokens 5 is above max_new_tokens 4",
+        ),
+        (pb.GenerateRequest(stop=["x"] * 17), "17 texts to stop at are given, and 16 is the limit"),
+        (pb.GenerateRequest(stop=["a", ""]), "the stop '' has 0 characters, not 1 to 256"),
+        (pb.GenerateRequest(stop=["x" * 257]), f"the stop '{'x' * 40}' has 257 characters, not 1 to 256"),
+        (pb.GenerateRequest(logprobs=21), "logprobs 21 is not in 0 to 20"),
+        (pb.GenerateRequest(prompt_logprobs=21), "prompt_logprobs 21 is not in 0 to 20"),
         (pb.GenerateRequest(generation_id="a\nb"), "generation id 'a\\nb' is not at most 128 printable characters"),
         (
             pb.GenerateRequest(generation_id="x" * 129),
@@ -271,3 +311,53 @@ def test_offsets_are_one_for_all_or_each_completions_own() -> None:
         resume_offsets(pb.ResumeRequest(offset=3, offsets=places))
     with pytest.raises(BadInput, match="the offset of completion 2 is given twice"):
         resume_offsets(pb.ResumeRequest(offsets=[places[0], places[0]]))
+
+
+def test_every_word_of_a_policy_reaches_the_planner() -> None:
+    asked = pb.GenerateRequest(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={9: -1.5, 3: 2.0},
+        allowed_token_ids=pb.TokenIds(ids=[5, 3, 3]),
+        banned_token_ids=[8, 4, 4],
+        min_new_tokens=2,
+        stop=["END", "\n", "END"],
+        stop_token_ids=[9],
+        logprobs=0,
+        prompt_logprobs=3,
+    )
+    check_numbers(asked, MODEL)
+    options = generation_options(asked, MODEL, 10, 77, None)
+    assert options.sampling == SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        seed=77,
+        repetition_penalty=1.2,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias=((3, 2.0), (9, -1.5)),
+        allowed_tokens=(3, 5),
+        banned_tokens=(4, 8),
+        min_new_tokens=2,
+        logprobs=0,
+        prompt_logprobs=3,
+        prompt_tokens=10,
+    )
+    assert options.stop_texts == ("END", "\n")
+    assert options.stop_token_ids == (2, 7, 9)
+    # Whoever has tokens of it already has been told of the prompt, and so has the caller of the first completion.
+    for before, index in ((1, 0), (0, 1)):
+        options = generation_options(asked, MODEL, 10, 77, None, before, index)
+        assert options.sampling.prompt_logprobs is None
+        assert options.sampling.logprobs == 0
+
+
+def test_a_request_that_says_nothing_is_greedy_and_asks_nothing() -> None:
+    assert generation_options(pb.GenerateRequest(), MODEL, 10, 0, None).sampling == SamplingParams(prompt_tokens=10)

@@ -116,9 +116,13 @@ int64_t draw_by_id(const Row& row, int64_t vocabulary, Scratch& s) {
       if (running > target) return token;
     }
   }
-  for (int64_t token = vocabulary - 1; token > 0; --token)
-    if (weights[token] > 0) return token;
-  return 0;
+  double running = 0;
+  int64_t last = 0;
+  for (int64_t token = 0; token < vocabulary; ++token) {
+    if (running + weights[token] > running) last = token;
+    running += weights[token];
+  }
+  return last;
 }
 
 void bin(const float* logits, float largest, const Row& row, int64_t vocabulary, Scratch& s) {
