@@ -240,11 +240,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", help="of the start from no worker; default: the fake one")
+    parser.add_argument("--only-from-zero", action="store_true", help="nothing but the start from no worker")
     given = parser.parse_args()
     try:
-        endpoint = cluster.up(fake_config(MODEL, service__name=NAME, workers__count=WORKERS, runtime__kv_tokens=POOL))
-        asyncio.run(failures(endpoint.address, given.rounds))
-        cluster.down(NAME)
+        if not given.only_from_zero:
+            config = fake_config(MODEL, service__name=NAME, workers__count=WORKERS, runtime__kv_tokens=POOL)
+            asyncio.run(failures(cluster.up(config).address, given.rounds))
+            cluster.down(NAME)
         asyncio.run(from_zero(cluster.up(resting(given.model)).address, given.rounds))
     finally:
         if ray.is_initialized():
