@@ -154,14 +154,16 @@ def test_D9_reaching_the_limit_exactly_is_allowed_and_one_more_is_refused() -> N
     assert cluster.tokens[name] == expected(PROMPT, 8)
 
 
-def test_D9_the_limit_counts_a_sessions_whole_history() -> None:
+def test_D9_the_limit_counts_a_sessions_whole_history_and_its_generation_is_cut_there() -> None:
     cluster = SmallCluster(max_session_tokens=12)
-    session, _ = spoken(cluster, 3)
-    assert isinstance(cluster.error(cluster.submit((1, 2), 4, session=session)), BadInput)
-    assert cluster.length(session) == 6
-    cluster.submit((1, 2), 3, session=session)
+    session, said = spoken(cluster, 3)
+    name = cluster.submit((1, 2), 400, session=session)
     cluster.run()
+    assert cluster.finish(name) is FinishReason.LENGTH
+    assert cluster.tokens[name] == expected([*said, 1, 2], 3)
     assert len(cluster.transcript(session)) == 12
+    assert isinstance(cluster.error(cluster.submit((1,), 1, session=session)), BadInput)
+    assert cluster.length(session) == 11
 
 
 def test_D10_a_refused_generation_changes_nothing_of_its_session() -> None:
