@@ -59,6 +59,20 @@ async def test_pieces_of_text_are_the_text_of_all_tokens(service: Service, model
         assert "".join(response.text for response in responses) == tokenizer.decode(tokens)
 
 
+async def test_each_completions_text_is_that_of_its_own_tokens(service: Service, model: Path) -> None:
+    tokenizer = Tokenizer(find_checkpoint(str(model)))
+    sampled = {"max_new_tokens": 40, "temperature": 1.5, "ignore_eos": True}
+    together = pb.GenerateRequest(text="größe 你好", n=3, seed=5, **sampled)
+    found: dict[int, list[pb.GenerateResponse]] = {}
+    for response in await collect(service.stub, together):
+        found.setdefault(response.index, []).append(response)
+    assert len({tuple(tokens_of(own)) for own in found.values()}) == 3
+    for own in found.values():
+        assert "".join(response.text for response in own) == tokenizer.decode(tokens_of(own))
+        alone = pb.GenerateRequest(text="größe 你好", seed=own[0].seed, **sampled)
+        assert tokens_of(await collect(service.stub, alone)) == tokens_of(own)
+
+
 async def test_prompts_are_tokenized_as_the_library_does(service: Service, model: Path) -> None:
     tokenizer = Tokenizer(find_checkpoint(str(model)))
     text, message = "a thin slice", Message("user", "hello")
