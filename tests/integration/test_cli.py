@@ -121,6 +121,9 @@ def test_generate_json_is_the_whole_generation(served: Served) -> None:
         "finish_reason": "length",
         "usage": {"prompt_tokens": 3, "output_tokens": 5, "cached_tokens": 1},
         "index": 0,
+        "logprobs": [],
+        "prompt_token_ids": [],
+        "prompt_logprobs": [],
     }
 
 
