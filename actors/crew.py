@@ -107,6 +107,7 @@ class Member:
     capability: Capability | None = None
     revision: int = 0  # of the settings it was started with
     left: bool = False  # its node drains, and `Control` knows
+    looked_for: bool = False  # what has become of its process, or was said not to matter
     starting: "asyncio.Task[None] | None" = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # process and place are gone
 
@@ -297,6 +298,7 @@ class Crew:
             await self._join(member, endpoint)
         except BatchingError as error:
             self._lose(member, Loss.NOT_STARTED, str(error))
+            member.looked_for = True
             if isinstance(error, BadConfig):  # which its own process has found, and is no worse for it
                 self._explain(member, None)
             else:
@@ -344,9 +346,12 @@ class Crew:
         assert member.loss is not None
         if found is not None:
             if member.loss in (Loss.LINK, Loss.DIED):
-                member.loss = Loss.LINK if found.lives else Loss.DIED
+                # One that ended itself said why, although its end may be noticed before its answer is read.
+                member.loss = Loss.FAILED if found.cause else Loss.LINK if found.lives else Loss.DIED
+            if found.cause and found.cause in member.cause:
+                found = replace(found, cause="")  # said once
             # How it was noticed matters less than what had happened, unless that is the reason for it.
-            ended_first = not found.lives and member.loss in (Loss.DIED, Loss.NOT_STARTED)
+            ended_first = not found.lives and (found.cause or member.loss in (Loss.DIED, Loss.NOT_STARTED))
             member.cause = f"{found} (noticed: {member.cause})" if ended_first else f"{member.cause}; {found}"
             log.warning("%s is lost, %s: %s", member.worker, member.loss.value, member.cause)
         self._losses[member.loss, "" if found is None else found.how] += 1
@@ -360,11 +365,13 @@ class Crew:
         if member.client is not None:
             await member.client.close()
         look: asyncio.Task[Remains | None] | None = None
-        if member.loss is Loss.DIED:
-            # What is left of it does not change any more, and its place is wanted: nobody waits for the look.
-            look = asyncio.create_task(self._starter.remains(member.worker))
-        elif member.loss not in (None, Loss.NOT_STARTED):
-            self._explain(member, await _within(self._starter.remains(member.worker), LOOK_S))
+        if member.loss is not None and not member.looked_for:
+            member.looked_for = True
+            if member.loss is Loss.DIED:
+                # What is left of it does not change any more, and its place is wanted: nobody waits for the look.
+                look = asyncio.create_task(self._starter.remains(member.worker))
+            else:
+                self._explain(member, await _within(self._starter.remains(member.worker), LOOK_S))
         await self._starter.end(member.worker)
         member.ended.set()
         if look is not None:
