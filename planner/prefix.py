@@ -115,20 +115,12 @@ class PrefixCache:
 
         The caller refers to them (`CellTable.open`) before it evicts anything.
         """
-        return self.find(key, tokens)[0]
+        return self._match(key, tokens)[0]
 
     def find(self, key: PrefixKey, tokens: Sequence[int]) -> tuple[tuple[Cell, ...], Place]:
         """As `match`, and where in the tree that prefix ends."""
-        cells: list[Cell] = []
-        path, at, last = self._descend(key, tokens, len(tokens) - 1)
-        for node in path[:-1]:
-            cells += node.cells
-        if path:
-            cells += path[-1].cells[:last]
-            self._use(path, last)
-        self.hit_tokens += len(cells)
-        self.miss_tokens += len(tokens) - len(cells)
-        return tuple(cells), Place(key, path[-1] if path else None, at)
+        cells, path = self._match(key, tokens)
+        return cells, Place(key, path[-1] if path else None, len(cells))
 
     def peek(self, key: PrefixKey, tokens: Sequence[int]) -> int:
         """How many tokens `match` would find. No use, and not counted."""
@@ -159,7 +151,7 @@ class PrefixCache:
                 node.children[tokens[at]] = child
                 path.append(child)
                 node = child
-            self._append(node, list(tokens[at:]), fresh)
+            self._append(node, tokens[at:], fresh)
             count = len(node.tokens)
         self._use(path, count)
         self._adopt(path, cells)
@@ -212,7 +204,7 @@ class PrefixCache:
             child = self._new_node(node, place.key)
             node.children[tokens[at]] = child
             node = child
-        self._append(node, list(tokens[at:end]), fresh)
+        self._append(node, tokens[at:end], fresh)
         self._planned.update(fresh)
         place.position = end
         place.move(node)
@@ -307,6 +299,18 @@ class PrefixCache:
 
     # --- the tree ---
 
+    def _match(self, key: PrefixKey, tokens: Sequence[int]) -> tuple[tuple[Cell, ...], list[_Node]]:
+        cells: list[Cell] = []
+        path, _, last = self._descend(key, tokens, len(tokens) - 1)
+        for node in path[:-1]:
+            cells += node.cells
+        if path:
+            cells += path[-1].cells[:last]
+            self._use(path, last)
+        self.hit_tokens += len(cells)
+        self.miss_tokens += len(tokens) - len(cells)
+        return tuple(cells), path
+
     def _root(self, key: PrefixKey) -> _Node:
         root = self._roots.get(key)
         if root is None:
@@ -334,7 +338,7 @@ class PrefixCache:
                     break
         return path, at, count
 
-    def _append(self, node: _Node, tokens: list[int], cells: list[Cell]) -> None:
+    def _append(self, node: _Node, tokens: Sequence[int], cells: list[Cell]) -> None:
         node.tokens += tokens
         node.cells += cells
         node.end += len(cells)
