@@ -8,7 +8,8 @@ from microtome.planner.types import Capability, SequenceSnapshot, StepPlan, Step
 class Executor(Protocol):
     """Owns the bytes of one device. One thread calls it, one call at a time.
 
-    It applies a plan's operations, runs its slices in order, and samples. It trusts cells and sequences to be the
+    It applies a plan's operations, runs its slices in order, and samples. A forward writes its tokens' cells before any
+    of them reads: what an earlier input of a step writes, a later one may read. It trusts cells and sequences to be the
     planner's business, and checks what is cheap: counts, ranges, vocabulary, tiling.
     """
 
