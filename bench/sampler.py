@@ -11,7 +11,8 @@ are medians of the process's processor time, which other processes on the machin
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from microtome.cuda_runtime.drawing import cpu_native, stock
 from microtome.cuda_runtime.drawing.policies import DrawnRows, drawn_rows, restricts
+from microtome.cuda_runtime.log_probabilities import stock_logprob_table
 from microtome.cuda_runtime.logit_edits import SampledRow
 from microtome.planner.types import SamplingParams
 
@@ -30,6 +32,7 @@ POLICIES = {
     "top-p 0.999": SamplingParams(temperature=1.0, top_p=0.999),
     "min-p 0.05": SamplingParams(temperature=1.0, min_p=0.05),
 }
+LIKELIEST = 5
 Draw = Callable[[Tensor, DrawnRows], Tensor]
 
 
@@ -55,6 +58,23 @@ def native(logits_RV: Tensor, policy: DrawnRows) -> Tensor:
     return cpu_native.draw(logits_RV, torch.arange(len(logits_RV)), policy)
 
 
+def likelihoods(logits_RV: Tensor, tokens_R: Tensor) -> Tensor:
+    return cpu_native.likelihoods(logits_RV, tokens_R, LIKELIEST)
+
+
+def stock_table(logits_RV: Tensor, tokens_R: Tensor) -> Tensor:
+    """What a machine without a compiler does."""
+    return stock_logprob_table(logits_RV, tokens_R, LIKELIEST)
+
+
+def whole_log_softmax(logits_RV: Tensor, tokens_R: Tensor) -> Tensor:
+    """The short way, without a rule for ties."""
+    logprobs_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
+    top = logprobs_RV.topk(LIKELIEST, dim=-1)
+    own_R1 = logprobs_RV.gather(-1, tokens_R[:, None])
+    return torch.cat((own_R1, top.indices.to(torch.float64), top.values), dim=-1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
@@ -63,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    if cpu_native.operator() is None:
+    if cpu_native.operators() is None:
         raise SystemExit("the kernel needs a C++ compiler, and there is none here")
     generator = torch.Generator().manual_seed(0)
     logits_RV = torch.randn(given.rows, given.vocabulary, generator=generator) * 3
@@ -84,23 +104,37 @@ def main() -> None:
         tokens = {contender: draw(logits_RV, drawn).tolist() for contender, draw in contenders.items()}
         if any(found != tokens["native"] for found in tokens.values()):
             raise SystemExit(f"{name}: the contenders draw different tokens: {tokens}")
-        times: dict[str, list[float]] = {contender: [] for contender in contenders}
-        for _ in range(given.rounds):
-            for contender, draw in contenders.items():
-                begin = time.process_time()
-                draw(logits_RV, drawn)
-                times[contender].append((time.process_time() - begin) * 1e3)
-        medians = {contender: statistics.median(values) for contender, values in times.items()}
-        spread = {c: (max(values) - min(values)) / medians[c] for c, values in times.items()}
+        report(
+            name, {contender: partial(draw, logits_RV, drawn) for contender, draw in contenders.items()}, given.rounds
+        )
+    tokens_R = torch.arange(given.rows)
+    whole = {"native": likelihoods, "stock": stock_table, "sort": whole_log_softmax}
+    found = [look(logits_RV, tokens_R)[:, : 1 + LIKELIEST] for look in whole.values()]
+    if not all(torch.allclose(one, found[0], rtol=1e-6) for one in found):
+        raise SystemExit("the contenders find other log-probabilities, or other likeliest tokens")
+    report(
+        f"log-probabilities, {LIKELIEST} likeliest; for a whole sort: torch.log_softmax and topk",
+        {contender: partial(look, logits_RV, tokens_R) for contender, look in whole.items()},
+        given.rounds,
+    )
 
-        def cell(contender: str, medians: dict[str, float] = medians, spread: dict[str, float] = spread) -> str:
-            return f"{medians[contender]:.2f} ± {spread[contender]:.0%}" if contender in medians else "—"
 
-        def ratio(contender: str, medians: dict[str, float] = medians) -> str:
-            return f"{medians[contender] / medians['native']:.1f}" if contender in medians else "—"
-
-        columns = [name, cell("native"), cell("stock"), cell("sort"), ratio("stock"), ratio("sort")]
-        print(f"| {' | '.join(columns)} |", flush=True)
+def report(name: str, contenders: Mapping[str, Callable[[], Tensor]], rounds: int) -> None:
+    """One row of the table."""
+    times: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for _ in range(rounds):
+        for contender, run in contenders.items():
+            begin = time.process_time()
+            run()
+            times[contender].append((time.process_time() - begin) * 1e3)
+    medians = {contender: statistics.median(values) for contender, values in times.items()}
+    cells = {
+        contender: f"{medians[contender]:.2f} ± {(max(values) - min(values)) / medians[contender]:.0%}"
+        for contender, values in times.items()
+    }
+    ratios = {contender: f"{median / medians['native']:.1f}" for contender, median in medians.items()}
+    columns = [name, *(cells.get(c, "—") for c in ("native", "stock", "sort"))]
+    print(f"| {' | '.join([*columns, ratios['stock'], ratios.get('sort', '—')])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from microtome.cuda_runtime.drawing import cpu_native
 from microtome.planner.packed_logprobs import PackedLogprobs
 from microtome.planner.types import TokenLogprobs
 
@@ -33,6 +34,13 @@ def logprob_table(logits_RV: Tensor, tokens_R: Tensor, count: int) -> Tensor:
     A token id is exact in float64, so all travels in one array. Logits with a NaN give NaNs.
     """
     count = min(count, logits_RV.shape[-1])
+    if cpu_native.serves(logits_RV):
+        return cpu_native.likelihoods(logits_RV, tokens_R, count)
+    return stock_logprob_table(logits_RV, tokens_R, count)
+
+
+def stock_logprob_table(logits_RV: Tensor, tokens_R: Tensor, count: int) -> Tensor:
+    """The same with torch's own operators, on any device."""
     parts = []
     for begin in range(0, len(logits_RV), _ROWS_AT_A_TIME):
         some_RV = logits_RV[begin : begin + _ROWS_AT_A_TIME].to(torch.float32)

@@ -36,7 +36,7 @@ class Sampled:
 def prepare(device: torch.device) -> None:
     """Build or load what drawing needs there: seconds the first time, on a machine with a compiler."""
     if device.type == "cpu":
-        cpu_native.operator()
+        cpu_native.operators()
 
 
 def sample(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Sampled:

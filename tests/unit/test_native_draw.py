@@ -7,6 +7,7 @@ from torch import Tensor
 from microtome.cuda_runtime import native_library
 from microtome.cuda_runtime.drawing import cpu_native, stock
 from microtome.cuda_runtime.drawing.policies import DrawnRows
+from microtome.cuda_runtime.log_probabilities import logprob_table
 
 ROWS, VOCABULARY = 40, 5003  # no multiple of anything
 
@@ -118,6 +119,38 @@ def test_a_row_with_a_nan_gives_some_token_and_its_neighbours_theirs() -> None:
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 7, 20])
+@pytest.mark.parametrize("shape", ["like a model's", "nearly flat", "peaked", "all alike", "rounded", "far away"])
+def test_the_likeliest_tokens_and_their_numbers_are_those_of_stock_operators(
+    shape: str, count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits_RV = shaped(shape, 3).to(dtype)
+    tokens_R = torch.arange(ROWS) * 7
+    ours = logprob_table(logits_RV, tokens_R, count)
+    monkeypatch.setattr(cpu_native, "operators", lambda: None)
+    theirs = logprob_table(logits_RV, tokens_R, count)
+    assert torch.equal(ours[:, 1 : 1 + count], theirs[:, 1 : 1 + count])
+    assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert torch.equal(ours[:, 0], ours[:, 0].float().double())
+
+
+def test_numbers_are_nan_where_a_logit_is_and_a_rows_own_in_any_company() -> None:
+    logits_RV, tokens_R = shaped("like a model's", 3), torch.arange(ROWS)
+    together = logprob_table(logits_RV, tokens_R, 5)
+    alone = [logprob_table(logits_RV[row : row + 1], tokens_R[row : row + 1], 5) for row in range(ROWS)]
+    assert torch.equal(together, torch.cat(alone))
+    logits_RV[9, 4000] = float("nan")
+    table = logprob_table(logits_RV, tokens_R, 5)
+    assert table[9, 0].isnan()
+    assert not table[:9].isnan().any()
+    assert not table[10:].isnan().any()
+
+
+def test_more_likeliest_tokens_than_there_are_are_all_of_them() -> None:
+    assert logprob_table(torch.randn(3, 4), torch.zeros(3, dtype=torch.int64), 20).shape == (3, 9)
+
+
 def test_rows_that_are_not_there_are_refused() -> None:
     with pytest.raises(IndexError, match="row 40 is not in"):
         cpu_native.draw(shaped("peaked", 0), torch.tensor([0, 40, 1]), policies(0, rows=3))
@@ -125,8 +158,8 @@ def test_rows_that_are_not_there_are_refused() -> None:
 
 def test_without_a_compiler_the_stock_operators_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_library, "find_compiler", lambda: None)
-    cpu_native.operator.cache_clear()
+    cpu_native.operators.cache_clear()
     try:
         assert not cpu_native.serves(torch.zeros(1, 4))
     finally:
-        cpu_native.operator.cache_clear()
+        cpu_native.operators.cache_clear()

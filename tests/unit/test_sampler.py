@@ -22,7 +22,7 @@ VOCABULARY = 400
 def draws_with(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything here holds with our kernel, where there is a compiler, and with torch's operators."""
     if request.param == "stock":
-        monkeypatch.setattr(cpu_native, "operator", lambda: None)
+        monkeypatch.setattr(cpu_native, "operators", lambda: None)
 
 
 def random_logits(rows: int, seed: int, vocabulary: int = VOCABULARY) -> torch.Tensor:

@@ -53,9 +53,9 @@ inline double exponential(double x) {
   return x < -708.0 ? 0.0 : p * scale;
 }
 
-const float* widened(const Row& row, int64_t vocabulary, Scratch& s) {
-  if (row.type == Type::F32) return static_cast<const float*>(row.logits);
-  const auto* narrow = static_cast<const uint16_t*>(row.logits);
+const float* widened(const void* logits, Type type, int64_t vocabulary, Scratch& s) {
+  if (type == Type::F32) return static_cast<const float*>(logits);
+  const auto* narrow = static_cast<const uint16_t*>(logits);
   s.logits.resize(vocabulary);
   for (int64_t i = 0; i < vocabulary; ++i) {
     const uint32_t bits = static_cast<uint32_t>(narrow[i]) << 16;
@@ -77,10 +77,10 @@ float largest_of(const float* logits, int64_t vocabulary) {
   return largest;
 }
 
-void weigh(const float* logits, float largest, const Row& row, int64_t vocabulary, Scratch& s) {
+void weigh(const float* logits, float largest, double temperature, int64_t vocabulary, Scratch& s) {
   s.weights.resize(vocabulary);
   double* weights = s.weights.data();
-  const double top = largest, temperature = row.temperature;
+  const double top = largest;
   for (int64_t i = 0; i < vocabulary; ++i) weights[i] = exponential((logits[i] - top) / temperature);
 }
 
@@ -213,7 +213,54 @@ int64_t draw_by_rank(const float* logits, float largest, const Row& row, int64_t
   return last;
 }
 
+// The likeliest tokens, best first; `found` holds as many as are wanted.
+void find_likeliest(const float* logits, int64_t vocabulary, std::vector<int32_t>& found, size_t wanted) {
+  constexpr int64_t kLook = 64;
+  found.clear();
+  if (!wanted) return;
+  const auto place = [&](int32_t token) {
+    auto at = found.end();
+    while (at != found.begin() && logits[*(at - 1)] < logits[token]) --at;
+    found.insert(at, token);
+    if (found.size() > wanted) found.pop_back();
+  };
+  for (int64_t begin = 0; begin < vocabulary; begin += kLook) {
+    const int64_t end = std::min(begin + kLook, vocabulary);
+    if (found.size() == wanted) {
+      const float least = logits[found.back()];
+      int some = 0;
+      for (int64_t i = begin; i < end; ++i) some |= logits[i] > least;
+      if (!some) continue;  // as in nearly every piece
+    }
+    for (int64_t i = begin; i < end; ++i)
+      if (found.size() < wanted || logits[i] > logits[found.back()]) place(static_cast<int32_t>(i));
+  }
+}
+
+double rounded(double value) { return static_cast<double>(static_cast<float>(value)); }
+
 }  // namespace
+
+void likelihoods(const Asked* rows, int64_t count, int64_t vocabulary, int64_t top, int threads, double* table) {
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t r = 0; r < count; ++r) {
+      const float* logits = widened(rows[r].logits, rows[r].type, vocabulary, scratch);
+      const float largest = largest_of(logits, vocabulary);
+      weigh(logits, largest, 1.0, vocabulary, scratch);
+      const double total = largest + std::log(sum_of(scratch.weights.data(), vocabulary));
+      double* line = table + r * (1 + 2 * top);
+      line[0] = rounded(logits[rows[r].token] - total);
+      find_likeliest(logits, vocabulary, scratch.found, static_cast<size_t>(top));
+      for (int64_t i = 0; i < top; ++i) {
+        line[1 + i] = scratch.found[i];
+        line[1 + top + i] = rounded(logits[scratch.found[i]] - total);
+      }
+    }
+  }
+}
 
 void draw(const Row* rows, int64_t count, int64_t vocabulary, int threads, int64_t* tokens) {
 #pragma omp parallel num_threads(threads)
@@ -222,9 +269,9 @@ void draw(const Row* rows, int64_t count, int64_t vocabulary, int threads, int64
 #pragma omp for schedule(dynamic, 1)
     for (int64_t r = 0; r < count; ++r) {
       const Row& row = rows[r];
-      const float* logits = widened(row, vocabulary, scratch);
+      const float* logits = widened(row.logits, row.type, vocabulary, scratch);
       const float largest = largest_of(logits, vocabulary);
-      weigh(logits, largest, row, vocabulary, scratch);
+      weigh(logits, largest, row.temperature, vocabulary, scratch);
       const bool restricted = row.top_k < vocabulary || row.min_p > 0 || std::isfinite(row.top_p);
       tokens[r] = restricted ? draw_by_rank(logits, largest, row, vocabulary, scratch)
                              : draw_by_id(row, vocabulary, scratch);
