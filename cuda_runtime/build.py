@@ -41,9 +41,34 @@ def build(options: RuntimeOptions) -> Executor:
     device = target.device
     if device.type == "cuda" and not options.shared_device:
         check_unheld(_device_uuid(device))
+    if device.type == "cuda":
+        # Of this thread: programs are loaded to the current device, and captured there.
+        torch.cuda.set_device(device.index or 0)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model = ready_model(options, checkpoint, target, start_up)
+    executor = assemble(
+        options,
+        model,
+        device=device,
+        context_length=checkpoint.context_length,
+        vocab_size=checkpoint.vocab_size,
+        start_up=start_up,
+    )
+    _log.info("ready: %s", start_up)
+    return executor
+
+
+def assemble(
+    options: RuntimeOptions,
+    model: ReadyModel,
+    *,
+    device: torch.device,
+    context_length: int,
+    vocab_size: int,
+    start_up: StartUp,
+) -> Executor:
+    """An executor of `model`, which is on `device`: pool, methods and their costs. Raises `BadConfig`."""
     with start_up.stage("pool"):
         size = size_pool(
             model.layers,
@@ -55,23 +80,20 @@ def build(options: RuntimeOptions) -> Executor:
         )
         pool = allocate_pool(model.layers, size.usable_cells, device=device, dtype=model.kv_dtype)
         _log.info("room for %d tokens: %s", size.usable_cells, size.reason)
-        max_session_tokens = min(
-            options.max_session_tokens or checkpoint.context_length, checkpoint.context_length, pool.usable_cells
-        )
+        max_session_tokens = min(options.max_session_tokens or context_length, context_length, pool.usable_cells)
         rows = RowTable(options.max_sequences, max_session_tokens, pool.scratch_cell, device)
     with start_up.stage("capture"):
         methods = _methods(options, model, rows, pool, device)
     with start_up.stage("warm-up"):
         sampler.prepare(device)
         table = MethodTable(measured(methods, rows))
-    _log.info("ready: %s", start_up)
     capability = Capability(
         incarnation=Incarnation(uuid.uuid4().hex),
         device=_device_name(device),
         device_uuid=_device_uuid(device),
         model=model.name,
         fingerprint=model.fingerprint,
-        vocab_size=checkpoint.vocab_size,
+        vocab_size=vocab_size,
         usable_cells=pool.usable_cells,
         scratch_cell=Cell(pool.scratch_cell),
         max_sequences=options.max_sequences,

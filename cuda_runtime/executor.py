@@ -19,12 +19,13 @@ from torch import Tensor
 
 from microtome.cuda_runtime.kv_pool import KvPool
 from microtome.cuda_runtime.logit_edits import SampledRow
-from microtome.cuda_runtime.method import FEEDBACK, LINES, POSITIONS, ROWS, SELECTOR, TOKENS, Method
+from microtome.cuda_runtime.method import FEEDBACK, LINES, POSITIONS, ROWS, SELECTOR, TOKENS, Method, on_device
 from microtome.cuda_runtime.options import RuntimeOptions
 from microtome.cuda_runtime.prompt_rows import PromptRows
 from microtome.cuda_runtime.rows import RowTable
 from microtome.cuda_runtime.sampler import Sampled, sample
 from microtome.cuda_runtime.sequences import Prospect, Sequences, SequenceState
+from microtome.cuda_runtime.upload import upload
 from microtome.planner.errors import StalePlan, StepError
 from microtome.planner.types import (
     Capability,
@@ -78,7 +79,7 @@ class Executor:
     def __init__(self, *, capability: Capability, methods: Sequence[Method], rows: RowTable, pool: KvPool) -> None:
         self._capability = capability
         self.methods = tuple(methods)
-        self._rows = rows
+        self.rows = self._rows = rows
         self.pool = pool
         self._sequences = Sequences(
             rows,
@@ -112,7 +113,8 @@ class Executor:
             raise StepError(f"an earlier step failed, and this device's cells are unknown: {self._failure}")
         step = self._check(plan)
         try:
-            sampled, forwards, prompt_logprobs = self._run(plan, step)
+            with on_device(self._rows.device.device):
+                sampled, forwards, prompt_logprobs = self._run(plan, step)
         except Exception as error:
             self._failure = f"step {plan.step}: {type(error).__name__}: {error}"
             raise StepError(self._failure) from error
@@ -280,7 +282,7 @@ class Executor:
             wanted = prompt_rows.selected
         columns, forwards = self._lay_out(plan, tokens, positions, token_rows, feedback, wanted)
         device = self._rows.device.device
-        columns_5N = torch.from_numpy(columns).to(device)
+        columns_5N = upload(columns, device)
         # What was sampled here is read here: the host's copy of those tokens is never sent down.
         columns_5N[TOKENS] = torch.where(
             columns_5N[FEEDBACK] != 0, self._last_sampled[columns_5N[ROWS]], columns_5N[TOKENS]
@@ -350,7 +352,8 @@ class Executor:
             self.methods[method].width(length)
             for length, method in zip(plan.slice_lengths, plan.slice_methods, strict=True)
         ]
-        columns = np.zeros((LINES, sum(widths)), dtype=np.int64)
+        # Two numbers are 16 bytes: programs expect every line of every forward to begin at a multiple of that.
+        columns = np.zeros((LINES, sum(width + width % 2 for width in widths)), dtype=np.int64)
         columns[ROWS] = self._rows.padding_row
         forwards = []
         column = 0
@@ -369,7 +372,7 @@ class Executor:
             selector[:] = rows[-1] if len(rows) else length - 1
             selector[: len(rows)] = rows
             forwards.append(Forward(method, column, width, len(rows)))
-            column += width
+            column += width + width % 2
         return columns, forwards
 
     def _sample(self, logits_RV: Tensor, sequences: Int64Array, positions: Int64Array) -> Sampled:
@@ -381,7 +384,7 @@ class Executor:
         sampled = sample(logits_RV, rows)
         if min(sampled.tokens) < 0:
             raise ArithmeticError("a forward's logits hold a NaN")
-        self._last_sampled[torch.from_numpy(sequences).to(self._last_sampled.device)] = sampled.tokens_R
+        self._last_sampled[upload(sequences, self._last_sampled.device)] = sampled.tokens_R
         for state, token, row in zip(states, sampled.tokens, rows, strict=True):
             state.sampled_token, state.sampled_position = token, row.position
         return sampled

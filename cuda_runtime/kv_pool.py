@@ -88,5 +88,6 @@ def allocate_pool(
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later would count as taken
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from microtome.cuda_runtime.upload import upload
 from microtome.planner.types import SamplingParams
 
 Int64Array = NDArray[np.int64]
@@ -47,7 +48,7 @@ def edited(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     flat = result_RV.view(-1)
 
     def send(array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return upload(array, device)
 
     penalties = _Gathered()
     additions = _Gathered()

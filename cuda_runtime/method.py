@@ -9,6 +9,7 @@ N width, R selected rows, V vocabulary.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,16 @@ WARM_UP_RUNS = 3  # before a capture
 Program = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """The device is this thread's current one meanwhile: where kernels start and graphs are replayed."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _columns(width: int, device: torch.device) -> Tensor:
+    """Int64 [5, width], every line at a multiple of 16 bytes: programs copy, each time, what is not."""
+    return torch.zeros(LINES, width + width % 2, dtype=torch.int64, device=device)[:, :width]
+
+
 class Method(Protocol):
     @property
     def spec(self) -> MethodSpec: ...
@@ -32,15 +43,15 @@ class Method(Protocol):
         """Tokens that a slice of `length` occupies, padding included."""
 
     def run(self, columns_5N: Tensor, rows: int) -> Tensor:
-        """Logits [>= rows, V], valid until the next run of this method; the first `rows` belong to the first `rows`
-        entries of the selector. `columns_5N` has the slice's `width`, padding filled in."""
+        """Logits [>= rows, V], valid until the next run of any method: captured ones share memory. The first `rows`
+        belong to the first `rows` entries of the selector. `columns_5N` has the slice's `width`, padding filled in."""
 
 
 class StaticMethod:
     def __init__(self, spec: MethodSpec, program: Program, device: torch.device) -> None:
         self.spec = spec
         self._program = program
-        self._columns = torch.zeros(LINES, spec.max_tokens, dtype=torch.int64, device=device)
+        self._columns = _columns(spec.max_tokens, device)
 
     def width(self, length: int) -> int:
         return self.spec.max_tokens
@@ -80,7 +91,7 @@ class CapturedMethod:
     def __init__(self, spec: MethodSpec, program: Program, device: torch.device, padding_row: int) -> None:
         self.spec = spec
         self._program = program
-        self._columns = torch.zeros(LINES, spec.max_tokens, dtype=torch.int64, device=device)
+        self._columns = _columns(spec.max_tokens, device)
         self._columns[ROWS] = padding_row
         self._graph = torch.cuda.CUDAGraph()
         self._logits: Tensor | None = None
@@ -93,6 +104,7 @@ class CapturedMethod:
             for _ in range(WARM_UP_RUNS):
                 self._forward()
         torch.cuda.current_stream(self._columns.device).wait_stream(stream)
+        # Torch's own capture stream, one for all: memory is shared among captures of one stream only.
         with torch.cuda.graph(self._graph, pool=graph_pool):
             self._logits = self._forward()
 

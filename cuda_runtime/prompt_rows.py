@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from microtome.cuda_runtime.log_probabilities import logprob_table, read_table
+from microtome.cuda_runtime.upload import upload
 from microtome.planner.types import TokenLogprobs
 
 Int64Array = NDArray[np.int64]
@@ -53,11 +54,11 @@ class PromptRows:
         of_prompt = self._of_prompt[begin : self._at]
         if not of_prompt.any():
             return logits_RV
-        index = torch.from_numpy(np.flatnonzero(of_prompt)).to(logits_RV.device)
-        following = torch.from_numpy(self._following[begin : self._at][of_prompt]).to(logits_RV.device)
+        index = upload(np.flatnonzero(of_prompt), logits_RV.device)
+        following = upload(self._following[begin : self._at][of_prompt], logits_RV.device)
         about = logits_RV if of_prompt.all() else logits_RV.index_select(0, index)
         self._tables.append(logprob_table(about, following, self._count))
-        return logits_RV[:0] if of_prompt.all() else logits_RV[torch.from_numpy(~of_prompt).to(logits_RV.device)]
+        return logits_RV[:0] if of_prompt.all() else logits_RV[upload(np.flatnonzero(~of_prompt), logits_RV.device)]
 
     def read(self) -> tuple[TokenLogprobs, ...]:
         """Of every given token asked about, in packed order. Raises `ArithmeticError` where logits held a NaN."""

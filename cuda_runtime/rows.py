@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from microtome.cuda_runtime.upload import upload
+
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
@@ -48,8 +50,7 @@ class RowTable:
         flat = np.concatenate(self._changed)
         self._changed.clear()
         # Values are read here, not when noted: an entry written twice carries its last value in both places.
-        columns = torch.from_numpy(np.stack((flat, self._host.reshape(-1)[flat].astype(np.int64))))
-        columns = columns.pin_memory().to(self.device.device, non_blocking=True)
+        columns = upload(np.stack((flat, self._host.reshape(-1)[flat].astype(np.int64))), self.device.device)
         self.device.view(-1).index_copy_(0, columns[0], columns[1].to(torch.int32))
 
     def _note(self, flat: Int64Array) -> None:
