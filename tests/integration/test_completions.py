@@ -18,7 +18,8 @@ async def test_completions_outlive_a_worker_and_the_driver_and_where_knows_them(
     came: dict[int, list[int]] = {index: [] for index in range(4)}
     driver_pid = ray.get(ray.get_actor(service_name, namespace=service_name).pid.remote())
     killed: list[str] = []
-    async with microtome.AsyncClient(endpoint.address) as client:
+    patient = microtome.Retry(attempts=60, resume_attempts=60, most_s=1.0)  # a busy machine restarts a driver slowly
+    async with microtome.AsyncClient(endpoint.address, retry=patient) as client:
         generation = client.generate(token_ids=PROMPT, n=4, max_new_tokens=TOKENS, temperature=1.0, seed=SEED)
         async for update in generation:
             assert update.offset == len(came[update.index])
@@ -31,7 +32,7 @@ async def test_completions_outlive_a_worker_and_the_driver_and_where_knows_them(
                 killed.append("worker")
             elif killed == ["worker"] and min(map(len, came.values())) >= 60:
                 places = await client.where(generation.generation_id)
-                assert max(place.moved for place in places) == 1
+                assert all(place.moved for place in places)
                 assert all(place.output_tokens >= 60 for place in places)
                 os.kill(driver_pid, signal.SIGKILL)
                 killed.append("driver")
