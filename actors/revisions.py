@@ -56,5 +56,5 @@ class Revisions:
             name: tuple(value) if isinstance(value, list) else value for name, value in kept["runtime"].items()
         }
         self.current = self._last = int(kept["revision"])
-        self.bounds = tuple(kept["bounds"]) if kept["bounds"] else None
+        self.bounds = tuple(kept["bounds"]) if kept.get("bounds") else None
         self._configs[self.current] = replace(self[0], model=kept["model"], runtime=RuntimeOptions(**runtime))
