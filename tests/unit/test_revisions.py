@@ -15,7 +15,7 @@ def test_what_is_kept_gives_a_later_driver_the_settings_and_the_bounds() -> None
     assert (after.current, after.bounds) == (1, (0, 3))
     assert after[1].runtime == before[1].runtime
     assert after[1].model == "other"
-    assert after.propose({"runtime.kv_tokens": "100"}) == 2, "a number was used twice"
+    assert after.propose({"runtime.kv_tokens": "1000"}) == 2, "a number was used twice"
 
 
 def test_bounds_that_were_never_changed_are_those_of_the_start() -> None:
