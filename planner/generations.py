@@ -101,6 +101,13 @@ class Generation:
         self.checked = False  # its numbers against a worker's limits
 
     @property
+    def policy_bytes(self) -> int:
+        """What its policy takes in a message, at most."""
+        s = self.sampling
+        ids = len(s.allowed_tokens or ()) + len(s.banned_tokens) + len(s.stop_token_ids)
+        return 5 * ids + 13 * len(s.logit_bias) + 128
+
+    @property
     def runs_from(self) -> int | None:
         """Its prompt is to be run from this position on, cached or not: it is asked how likely what follows is.
 

@@ -61,6 +61,7 @@ _DECODE_FLAGS = int(InputFlag.WANTS_OUTPUT | InputFlag.FEEDBACK)
 _DECODE = Kind.DECODE
 _WANTS_OUTPUT = int(InputFlag.WANTS_OUTPUT)
 _ASKS = int(InputFlag.PROMPT_LOGPROBS)
+_STARTS_BYTES = 4 << 20  # of policies and notes in one plan, about: what comes with generations that start
 _NEWEST: Rank = (2**127, 0)  # junior to every generation
 
 Slices = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -183,6 +184,7 @@ class WorkerPlan:
         self._next_step = last_step + 1
         self._refusals = 0  # of the steps under way, how many were refused; those behind them are about to be
         self._ops: list[SequenceOp] = []
+        self._starts_bytes = 0  # of those that wait, policies and notes
         self._followers = Followers()
         self._forming: tuple[CellPlan, list[Share]] | None = None  # of the step that is being formed
         self.found_tokens = 0  # of prompts, shared after their start; `Control` takes them
@@ -225,6 +227,9 @@ class WorkerPlan:
     def start(self, generation: Generation, note: bytes) -> bool:
         """Give the generation's session a place, or go on with the one it has. False: no room, nothing changed."""
         session = generation.session
+        weight = len(note) + generation.policy_bytes
+        if self._starts_bytes and self._starts_bytes + weight > _STARTS_BYTES:
+            return False  # a message holds only so much: it starts with the step after the next
         while (r := self._place(generation)) is None:
             if not self._part_with_idle(session):
                 return False
@@ -233,6 +238,7 @@ class WorkerPlan:
         session.resident = r
         self._ops.append(SetSampling(r.sequence, generation.sampling))
         self._ops.append(Annotate(r.sequence, note))
+        self._starts_bytes += weight
         r.generation = generation
         r.ended = None
         r.feedback_at = None  # what was sampled for an earlier generation is given as a token
@@ -397,6 +403,7 @@ class WorkerPlan:
         slices = self._slices.get(total) or self._plan_slices(total)
         ops = tuple(self._ops)
         self._ops.clear()
+        self._starts_bytes = 0
         if not self.in_flight:
             self.quiet_since_us = now_us
         number = StepNumber(self._next_step)

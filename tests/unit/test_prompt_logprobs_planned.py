@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from microtome.actors.wire import plan_to_message
 from microtome.planner.config import PlannerConfig
 from microtome.planner.errors import BadInput
 from microtome.planner.events import Cancel, Deliver, DeliverPrompt, StepDone
@@ -295,3 +296,17 @@ def test_plans_of_those_who_ask_nothing_are_as_they_were() -> None:
     cluster.run()
     assert not any(plan.next_tokens for plan in cluster.sent)
     assert {flags & InputFlag.PROMPT_LOGPROBS for plan in cluster.sent for flags in plan.flags} == {0}
+
+
+def test_many_that_start_at_once_with_large_policies_come_in_plans_that_fit_a_message() -> None:
+    large = SamplingParams(banned_tokens=tuple(range(100, 900)), logit_bias=tuple((t, 1.0) for t in range(300)))
+    cluster = SmallCluster(max_sequences=1024, usable_cells=8192)
+    names = [f"g{n}" for n in range(900)]
+    first = cluster.submit(PROMPT, 2)  # the others are in line while it runs
+    for name in names:
+        cluster.submit((3, 4), 2, name=name, sampling=large, stop_texts=("\u20ac" * 256,) * 16)
+    cluster.run(5000)
+    assert all(len(cluster.tokens[name]) == 2 for name in [first, *names])
+    sizes = [plan_to_message(plan).ByteSize() for plan in cluster.sent]
+    assert max(sizes) < 6 << 20
+    assert sum(sizes) > 20 << 20
