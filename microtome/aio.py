@@ -26,7 +26,7 @@ from microtome.answers import (
     status_of,
     whereabouts_of,
 )
-from microtome.call import CANCEL_S, CLOSED, CLOSED_MEANWHILE, Call, Readiness, channel_options
+from microtome.call import CANCEL_S, CLOSED, CLOSED_MEANWHILE, Call, Contact, Readiness, channel_options
 from microtome.errors import Cancelled, ClientClosed, MicrotomeError, NotFound
 from microtome.generation_call import GenerationCall
 from microtome.retry import Retry
@@ -68,6 +68,7 @@ class AsyncClient:
         self._options = channel_options(address)
         self._credentials = credentials
         self._retry = Retry() if retry is None else retry
+        self._contact = Contact()
         self._call_timeout_s = positive_seconds("call_timeout_s", call_timeout_s)
         self._closed = False
         self._cancelling: set[asyncio.Task[None]] = set()  # a task that is let go of may vanish
@@ -237,7 +238,9 @@ class AsyncClient:
         await self.close()
 
     def _generation(self, request: pb.GenerateRequest | pb.ResumeRequest, timeout_s: float | None) -> "AsyncGeneration":
-        call = GenerationCall(request, self.address, self._retry, seconds_or_none("timeout_s", timeout_s))
+        call = GenerationCall(
+            request, self.address, self._retry, seconds_or_none("timeout_s", timeout_s), self._contact
+        )
         stub = generation_pb2_grpc.GenerationStub(self._connection())
         return AsyncGeneration(stub, call, self._cancel_unwaited)
 
@@ -256,13 +259,16 @@ class AsyncClient:
             cancelling.add_done_callback(self._cancelling.discard)
 
     async def _unary(self, name: str, request: Any) -> Any:
-        call = Call(self.address, self._retry, self._call_timeout_s)
+        call = Call(self.address, self._retry, self._call_timeout_s, self._contact)
         while True:
             method = getattr(generation_pb2_grpc.GenerationStub(self._connection()), name)
             try:
-                return await _answer(method, request, call)
+                answer = await _answer(method, request, call)
             except grpc.RpcError as failure:
                 wait_s = call.failed(failure)
+            else:
+                call.answered()
+                return answer
             await asyncio.sleep(wait_s)
 
     def _open(self, method: str, request: Any) -> "_AsyncOpening":

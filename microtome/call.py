@@ -65,12 +65,24 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
     return options
 
 
+class Contact:
+    """What a client knows of its service beyond one call: whether it has ever had an answer from it.
+
+    If so the address is right, and a service that nobody answers for restarts, rather than being none.
+    """
+
+    def __init__(self) -> None:
+        self.made = False
+
+
 class Call:
     """One call, its retries included. `timeout_s` is for all of it together; None: no limit."""
 
-    def __init__(self, address: str, retry: Retry, timeout_s: float | None) -> None:
+    def __init__(self, address: str, retry: Retry, timeout_s: float | None, contact: Contact | None = None) -> None:
         self._address = address
         self._retry = retry
+        self._contact = contact or Contact()
+        self._restarts = False  # a service was there, and is away
         self._timeout_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._failures = 0  # since something last arrived
@@ -85,10 +97,19 @@ class Call:
         Every call that goes through here may be made twice: it only asks, or it cancels.
         """
         error = self.error_of(failure)
-        wait_s = self._wait_s(self._retry.attempts)
+        wait_s = self._wait_s(self._patience(failure))
         if not isinstance(error, Unavailable) or wait_s is None:
             raise error
         return wait_s
+
+    def answered(self) -> None:
+        """Something came from the service."""
+        self._contact.made = True
+
+    def _patience(self, failure: RpcFailure) -> int:
+        """The attempts that a call is given after this failure: while a service restarts, those of a broken stream."""
+        self._restarts = self._restarts or _is_broken_link(failure) or (self._contact.made and _is_unanswered(failure))
+        return self._retry.resume_attempts if self._restarts else self._retry.attempts
 
     def _wait_s(self, attempts: int) -> float | None:
         """The wait after one more failure; None: that was the last attempt, or the time is over before the next."""
@@ -128,7 +149,7 @@ class Call:
     def _unavailable(self, details: str) -> str:
         """The service's own sentence, or ours in place of gRPC's remarks on sockets."""
         where, lowered = self._address, details.lower()
-        if lowered.startswith(("failed to connect to all addresses", "connection refused")):
+        if lowered.startswith(_NO_ANSWER):
             reason = details.rpartition(": ")[2] or "connection failed"
             return f"no service answers at {where} ({reason[0].lower()}{reason[1:]})"
         if lowered.startswith(("errors resolving", "dns resolution failed")) or "name resolution" in lowered:
@@ -172,6 +193,7 @@ class Readiness:
         return self.POLL_S
 
 
+_NO_ANSWER = ("failed to connect to all addresses", "connection refused")
 _LINK_BROKEN = (  # how gRPC's own remarks on a lost connection begin
     "cancelling all calls",
     "socket closed",
@@ -194,7 +216,12 @@ _LINK_BROKEN = (  # how gRPC's own remarks on a lost connection begin
 )
 
 
-def is_broken_link(failure: RpcFailure) -> bool:
+def _is_unanswered(failure: RpcFailure) -> bool:
+    """Whether nobody listens at the address."""
+    return failure.code() is grpc.StatusCode.UNAVAILABLE and (failure.details() or "").lower().startswith(_NO_ANSWER)
+
+
+def _is_broken_link(failure: RpcFailure) -> bool:
     """Whether the call had reached a service, and lost it: not when nobody answered, nor when the service said so."""
     details = (failure.details() or "").strip().lower()
     if details.startswith("stream removed ("):

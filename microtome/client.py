@@ -25,7 +25,7 @@ from microtome.answers import (
     status_of,
     whereabouts_of,
 )
-from microtome.call import CANCEL_S, CLOSED, Call, Readiness, channel_options
+from microtome.call import CANCEL_S, CLOSED, Call, Contact, Readiness, channel_options
 from microtome.errors import ClientClosed, MicrotomeError, NotFound
 from microtome.generation_call import GenerationCall
 from microtome.retry import Retry
@@ -67,6 +67,7 @@ class Client:
     ) -> None:
         self.address = address
         self._retry = Retry() if retry is None else retry
+        self._contact = Contact()
         self._call_timeout_s = positive_seconds("call_timeout_s", call_timeout_s)
         self._closed = threading.Event()
         self._cancelling: set[Any] = set()  # gRPC futures: one that is let go of is not sent
@@ -235,15 +236,18 @@ class Client:
         self.close()
 
     def _unary(self, method: Callable[..., _Answer], request: Any) -> _Answer:
-        call = Call(self.address, self._retry, self._call_timeout_s)
+        call = Call(self.address, self._retry, self._call_timeout_s, self._contact)
         while True:
             self._refuse_if_closed()
             try:
-                return method(request, timeout=call.remaining_s())
+                answer = method(request, timeout=call.remaining_s())
             except grpc.RpcError as failure:
                 wait_s = call.failed(failure)
             except ValueError as error:  # closed since we looked
                 raise ClientClosed(CLOSED) from error
+            else:
+                call.answered()
+                return answer
             self._closed.wait(wait_s)
 
     def _open(self, method: str, request: Any) -> "Session":
@@ -262,7 +266,9 @@ class Client:
             raise ClientClosed(CLOSED) from error
 
     def _generation(self, request: pb.GenerateRequest | pb.ResumeRequest, timeout_s: float | None) -> "Generation":
-        call = GenerationCall(request, self.address, self._retry, seconds_or_none("timeout_s", timeout_s))
+        call = GenerationCall(
+            request, self.address, self._retry, seconds_or_none("timeout_s", timeout_s), self._contact
+        )
         self._refuse_if_closed()
         return Generation(self._stub, call, self._cancel_unwaited)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import grpc
 
 from microtome.answers import Completion, FinishReason, Update, completion_of, update_of
-from microtome.call import Call, RpcFailure, is_broken_link
+from microtome.call import Call, Contact, RpcFailure
 from microtome.errors import ServiceFailed, Unavailable
 from microtome.retry import Retry
 from microtome.v1 import generation_pb2 as pb
@@ -56,9 +56,14 @@ class GenerationCall(Call):
     """One call of `generate` (`request`: what to ask) or of `resume` (a `ResumeRequest`: where to go on)."""
 
     def __init__(
-        self, request: pb.GenerateRequest | pb.ResumeRequest, address: str, retry: Retry, timeout_s: float | None
+        self,
+        request: pb.GenerateRequest | pb.ResumeRequest,
+        address: str,
+        retry: Retry,
+        timeout_s: float | None,
+        contact: Contact | None = None,
     ) -> None:
-        super().__init__(address, retry, timeout_s)
+        super().__init__(address, retry, timeout_s, contact)
         self._request = request
         self._parts: dict[int, _Part] = {}  # by index; empty: how many there are is not known before a message comes
         self._several = False
@@ -68,7 +73,6 @@ class GenerationCall(Call):
             self._parts = {place.index: _Part(place.offset) for place in request.offsets}
             self._several = True
         self._resuming = isinstance(request, pb.ResumeRequest)
-        self._reached = False  # a service had the call, and was lost before its first message
         self._lost: Unavailable | None = None  # what broke the stream we are to go on with
         self.finished = False  # every completion's message with the finish reason has come
         self._minted = not request.generation_id
@@ -101,6 +105,7 @@ class GenerationCall(Call):
 
     def received(self, message: pb.GenerateResponse) -> Update:
         """The message as an update. Raises ServiceFailed when it does not go on where the last one ended."""
+        self.answered()
         update = update_of(message)
         if not self._parts:
             self._expect(message.n or 1)
@@ -148,8 +153,7 @@ class GenerationCall(Call):
         if self._lost is not None and code is grpc.StatusCode.ALREADY_EXISTS and not self._resuming:
             self._resuming = True  # an attempt that seemed lost had arrived
             return 0.0
-        self._reached = self._reached or is_broken_link(failure)
-        wait_s = self._wait_s(self._attempts)
+        wait_s = self._wait_s(self._patience(failure))
         if not isinstance(error, Unavailable):
             raise error
         if self._lost is None or self._failures == 1:
@@ -191,14 +195,12 @@ class GenerationCall(Call):
         for index, part in self._missing:
             request.begun.add(index=index, seed=part.seed, token_ids=part.tokens)
 
-    @property
-    def _attempts(self) -> int:
+    def _patience(self, failure: RpcFailure) -> int:
+        attempts = super()._patience(failure)
         if self._resuming:
             return self._retry.resume_attempts
-        if self._in_session:
-            return 1  # what seemed lost may have arrived, and has left its prompt in the history: never there twice
-        # It waited there, or its prompt was read: that its service restarts meanwhile is no reason to give up sooner.
-        return self._retry.resume_attempts if self._reached else self._retry.attempts
+        # What seemed lost may have arrived, and has left its prompt in the session's history: never there twice.
+        return 1 if self._in_session else attempts
 
     @property
     def _in_session(self) -> bool:

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from microtome import errors
-from microtome.call import Call, Readiness, channel_options
+from microtome.call import Call, Contact, Readiness, channel_options
 from microtome.generation_call import GenerationCall
 from microtome.retry import Retry
 from microtome.v1 import generation_pb2 as pb
@@ -163,6 +163,35 @@ def test_a_call_that_a_service_had_is_given_as_long_as_a_stream_to_come_back() -
     assert attempts(pb.GenerateRequest(), broken, *[refused] * 9) == 5
     assert attempts(pb.GenerateRequest(), Failure(Code.UNAVAILABLE, "Stream removed (Socket closed)"), *[own] * 9) == 5
     assert attempts(pb.GenerateRequest(session_id="1"), broken, *[refused] * 9) == 1, "a session's prompt may be there"
+
+
+def test_a_service_that_has_answered_before_is_waited_for_as_long_as_a_stream_while_nobody_answers() -> None:
+    retry, contact = Retry(attempts=2, resume_attempts=5), Contact()
+    refused = Failure(Code.UNAVAILABLE, "failed to connect to all addresses; last error: Connection refused")
+    own = Failure(Code.UNAVAILABLE, "the model is gone")
+
+    def attempts(call: Call, failure: Failure) -> int:
+        for number in range(1, 9):
+            try:
+                call.failed(failure)
+            except errors.Unavailable:
+                return number
+        raise AssertionError("it never gives up")
+
+    def calls() -> list[Call]:
+        return [
+            Call(ADDRESS, retry, None, contact),
+            GenerationCall(pb.GenerateRequest(), ADDRESS, retry, None, contact),
+        ]
+
+    assert [attempts(call, refused) for call in calls()] == [2, 2]
+    Call(ADDRESS, retry, None, contact).answered()
+    assert [attempts(call, refused) for call in calls()] == [5, 5]
+    assert [attempts(call, own) for call in calls()] == [2, 2], "a service that says no is there"
+    another = Contact()
+    generation = GenerationCall(pb.GenerateRequest(), ADDRESS, retry, None, another)
+    generation.received(response("a", 1))
+    assert another.made
 
 
 def test_what_broke_the_stream_is_told_and_not_why_it_could_not_be_resumed() -> None:
