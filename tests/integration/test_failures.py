@@ -251,7 +251,7 @@ async def test_full_queue_refuses_with_a_time_to_try_again(service_name: str) ->
         await until_idle(stub)
 
 
-async def test_driver_killed_while_calls_wait_or_read_their_prompts_is_not_noticed_by_python_clients(
+async def test_driver_killed_while_calls_wait_or_read_their_prompts_or_are_made_is_not_noticed_by_python_clients(
     service_name: str,
 ) -> None:
     """Of those the workers hold nothing that could be gone on with: the clients ask again, by themselves, once."""
@@ -268,10 +268,14 @@ async def test_driver_killed_while_calls_wait_or_read_their_prompts_is_not_notic
             running += [asyncio.create_task(complete(client, *one)) for one in asked[3:]]
             running.append(asyncio.create_task(complete(client, long, 20)))
             waits = stub.Generate(request([5], max_new_tokens=5, generation_id="waits"))
+            assert (await client.status()).service == blocking.status().service == service_name
             await status_when(stub, lambda status: (status.running, status.waiting) == (2, 6))
             os.kill(ray.get(ray.get_actor(service_name, namespace=service_name).pid.remote()), signal.SIGKILL)
             assert await read_until_broken(waits, []) is grpc.StatusCode.UNAVAILABLE
-            for (prompt, tokens), task in zip([*asked, (long, 20)], running, strict=True):
+            new = [([7], 5), ([8], 6)]  # asked while it is away
+            running += [asyncio.create_task(asyncio.to_thread(in_thread, blocking, *new[0]))]
+            running += [asyncio.create_task(complete(client, *new[1]))]
+            for (prompt, tokens), task in zip([*asked, (long, 20), *new], running, strict=True):
                 assert await task == undisturbed(prompt, tokens)
     async with stub_of(endpoint) as stub:
         # A caller without a client library is told that it is not known, and may ask again under the same id.
@@ -280,8 +284,8 @@ async def test_driver_killed_while_calls_wait_or_read_their_prompts_is_not_notic
         answer = await collect(stub, request([5], max_new_tokens=5, generation_id="waits"))
         assert tokens_of(answer) == undisturbed([5], 5)
         status = await until_idle(stub)
-    # All eight once at the most by this driver, and what it has found of the two that ran.
-    assert status.counters.generations_started <= len(asked) + 2 + 2
+    # All ten once at the most by this driver, and what it has found of the two that ran.
+    assert status.counters.generations_started <= len(asked) + 4 + 2
 
 
 def driver_log(name: str) -> Path:
