@@ -181,6 +181,15 @@ class PrefixCache:
         self.miss_tokens -= len(cells)
         return cells
 
+    def leads_on(self, place: Place, tokens: Sequence[int]) -> bool:
+        """Whether `follow` would find something: one look-up. No use."""
+        node = self._node_at(place, tokens) if place.position else self._roots.get(place.key)
+        if node is None or place.position >= len(tokens) - 1:
+            return False
+        count = place.position - (node.end - len(node.tokens))
+        token = tokens[place.position]
+        return node.tokens[count] == token if count < len(node.tokens) else token in node.children
+
     def grow(self, place: Place, tokens: Sequence[int], cells: Sequence[Cell]) -> tuple[int, PrefixKey | Cell] | None:
         """Cache planned cells, one for each token behind `place`. The place moves to the end of them.
 

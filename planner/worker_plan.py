@@ -620,6 +620,10 @@ class WorkerPlan:
             self._take_over(r, cells)
         self._wait(r)
 
+    def _leads_on(self, r: Resident) -> bool:
+        """Whether others have planned the next token of its prompt."""
+        return self.prefix is not None and r.place is not None and self.prefix.leads_on(r.place, r.session.transcript)
+
     def _take_over(self, r: Resident, cells: Sequence[Cell]) -> None:
         """Lengthen a resident by cells that hold, or are to hold, the next tokens of its prompt."""
         assert self.prefix is not None
@@ -711,6 +715,7 @@ class WorkerPlan:
         `rows`: of output that the step can still have. What finds no cell goes back to the scheduler.
         """
         planned: list[Input] = []
+        later: list[Input] = []
         in_step: set[SessionId] = set()
         while chunks:
             unused: list[tuple[SessionId, int]] = []
@@ -718,6 +723,9 @@ class WorkerPlan:
                 r = self.residents[one.session]
                 if one.session not in in_step:
                     self._extend(r)
+                elif one.start > r.planned or self._leads_on(r):
+                    later.append(one)  # somebody else runs these tokens in this step: they are taken over in the next
+                    continue
                 shared = min(r.planned, one.end) - one.start
                 if shared:
                     unused.append((one.session, shared))
@@ -725,13 +733,14 @@ class WorkerPlan:
                         continue
                     one = replace(one, start=Position(one.start + shared), width=one.width - shared)
                 if not self._evict_for(one.width):
-                    self.scheduler.put_back([one, *self._left_of(chunks[at + 1 :])])
+                    self.scheduler.put_back([*later, one, *self._left_of(chunks[at + 1 :])])
                     return planned
                 in_step.add(one.session)
                 planned.append(one)
                 rows -= self._logits_rows(one)
                 self._plan_chunk(r, one, in_step)
             chunks = self._within_output_rows(self.scheduler.more(unused), rows) if unused else ()
+        self.scheduler.put_back(later)
         return planned
 
     def _plan_chunk(self, r: Resident, one: Input, in_step: set[SessionId]) -> None:

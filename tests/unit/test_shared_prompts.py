@@ -78,6 +78,18 @@ def test_two_long_prompts_share_the_work_of_what_they_have_in_common() -> None:
     assert planned(cluster.sent) == 512 + 2 * 40
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 7])
+def test_no_token_is_planned_twice_however_many_chunks_a_step_holds(chunks: int) -> None:
+    config = PlannerConfig(max_prefill_tokens=40, max_batch_tokens=40 * chunks + 8, max_decodes=8)
+    cluster = SmallCluster(config, workers=0, table=WHOLE, usable_cells=16_000)
+    prompts = [prompt(number, 150) for number in range(3)]
+    names = [cluster.submit(one) for one in prompts]
+    cluster.join()
+    cluster.run()
+    check_all(cluster, names, prompts)
+    assert planned(cluster.sent) == 512 + 3 * 150
+
+
 def test_prompts_in_common_part_at_different_tokens() -> None:
     cluster = SmallCluster(workers=0, table=WHOLE, usable_cells=16_000)
     prompts = [prompt(number, 32, PREFIX[:length]) for number, length in enumerate((100, 300, 200, 200, 3))]
