@@ -21,6 +21,7 @@ from microtome.answers import (
     FinishReason,
     GenerationState,
     ListedGeneration,
+    TokenLogprobs,
     Update,
     Usage,
     WaitingReason,
@@ -31,6 +32,7 @@ from microtome.client import Client, Generation, Session
 from microtome.retry import Retry
 from microtome.v1 import admin_pb2
 from microtome.v1 import generation_pb2 as pb
+from microtome.v1.logprobs_pb2 import Logprobs
 from tests.support.fake_generation import (
     HELLO,
     WAIT_S,
@@ -195,8 +197,18 @@ async def test_every_option_is_put_on_the_wire(connect: Connect, served: Served)
             top_p=0.25,
             min_p=0.125,
             seed=2**64 - 1,
+            repetition_penalty=1.25,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={7: -2.5},
+            allowed_token_ids=[7, 8],
+            banned_token_ids=[9],
+            min_new_tokens=2,
+            stop=["END", "\n"],
             stop_token_ids=[5, 6],
             ignore_eos=True,
+            logprobs=0,
+            prompt_logprobs=3,
             generation_id="mine",
             priority=-3,
             timeout_s=30,
@@ -210,8 +222,18 @@ async def test_every_option_is_put_on_the_wire(connect: Connect, served: Served)
             top_p=0.25,
             min_p=0.125,
             seed=2**64 - 1,
+            repetition_penalty=1.25,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={7: -2.5},
+            allowed_token_ids=pb.TokenIds(ids=[7, 8]),
+            banned_token_ids=[9],
+            min_new_tokens=2,
+            stop=["END", "\n"],
             stop_token_ids=[5, 6],
             ignore_eos=True,
+            logprobs=0,
+            prompt_logprobs=3,
             generation_id="mine",
             priority=-3,
         )
@@ -1051,3 +1073,45 @@ def test_what_is_no_address_is_refused_by_both_constructors(address: str) -> Non
     for face in (Client, AsyncClient):
         with pytest.raises(errors.InvalidRequest, match="an address is"):
             face(address)
+
+
+async def test_log_probabilities_come_with_their_tokens_and_the_prompts_ahead(connect: Connect, served: Served) -> None:
+    served.service.scripts = [
+        says(
+            response("", prompt_token_ids=[7, 8], prompt_logprobs=Logprobs(counts=[0, 1], logprobs=[-0.5])),
+            response(
+                "Hel",
+                10,
+                11,
+                logprobs=Logprobs(counts=[3, 0], logprobs=[-1.5], top_tokens=[10, 4], top_logprobs=[-1.5, -2.0]),
+            ),
+            response("lo", 12, offset=2, last=True, logprobs=Logprobs(counts=[1], logprobs=[-0.25])),
+        )
+    ]
+    async with connect(served.address) as client:
+        completion = await client.complete("hi", logprobs=2, prompt_logprobs=0)
+    assert completion.prompt_token_ids == (7, 8)
+    assert completion.prompt_logprobs == (None, TokenLogprobs(token_id=8, logprob=-0.5))
+    assert completion.logprobs == (
+        TokenLogprobs(token_id=10, logprob=-1.5, top=((10, -1.5), (4, -2.0))),
+        None,
+        TokenLogprobs(token_id=12, logprob=-0.25),
+    )
+
+
+async def test_what_is_known_of_the_prompt_is_handed_on_once_over_a_break(connect: Connect, served: Served) -> None:
+    def part(offset: int, *token_ids: int) -> pb.GenerateResponse:
+        told = Logprobs(counts=[1] * len(token_ids), logprobs=[-0.5] * len(token_ids))
+        return response("", prompt_token_ids=token_ids, prompt_logprobs=told, prompt_offset=offset)
+
+    served.service.scripts = [refuses(grpc.StatusCode.UNAVAILABLE, BROKEN, after=(part(0, 5, 6), part(2, 7)))]
+    served.service.resumes = [says(part(0, 5, 6, 7, 8), response("x", 9, last=True))]
+    async with connect(served.address, retry=QUICK) as client:
+        completion = await client.complete("hi", prompt_logprobs=0)
+    assert completion.prompt_token_ids == (5, 6, 7, 8)
+    assert len(completion.prompt_logprobs) == 4
+    assert completion.token_ids == (9,)
+    served.service.scripts = [says(part(1, 6), response("x", 9, last=True))]
+    async with connect(served.address, retry=QUICK) as client:
+        with pytest.raises(errors.ServiceFailed, match="told of the prompt from token 1 on, not from 0"):
+            await client.complete("hi", prompt_logprobs=0)

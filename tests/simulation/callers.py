@@ -5,6 +5,7 @@ compared at its offset, each generation has to end exactly once, and a session's
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 from microtome.planner.control import Control
@@ -21,6 +22,7 @@ from microtome.planner.events import (
     CloneSession,
     CloseSession,
     Deliver,
+    DeliverPrompt,
     Event,
     Instruction,
     OpenSession,
@@ -29,10 +31,17 @@ from microtome.planner.events import (
     SessionAnswer,
     Submit,
 )
-from microtome.planner.types import FinishReason, GenerationId, GenerationOptions, SamplingParams, SessionId
+from microtome.planner.types import (
+    FinishReason,
+    GenerationId,
+    GenerationOptions,
+    SamplingParams,
+    SessionId,
+    TokenLogprobs,
+)
 from tests.simulation.clock import Clock
 from tests.simulation.scenario import VOCAB, Scenario
-from tests.support.fake_model import generate
+from tests.support.fake_model import content, generate, logprobs_of
 
 CROWD_US = 15_000  # between two moments at which a crowd comes
 
@@ -62,6 +71,9 @@ class Asked:
         sampling = options.sampling
         limit = options.max_new_tokens if context is None else min(options.max_new_tokens, context - self.length)
         self.oracle = generate([*history, *prompt], sampling, limit, options.stop_token_ids, vocab)
+        self.likely = self._likely([*history, *prompt, *self.oracle])
+        self.prompt_next = 0  # tokens of the prompt that it was told of
+        self.restored = False  # an earlier driver began it: what it told is known as far as the worker has kept it
         self.next = 0
         self.finish: FinishReason | None = None
         self.ends = 0
@@ -72,8 +84,38 @@ class Asked:
     def over(self) -> bool:
         return self.finish is not None
 
+    @staticmethod
+    def _likely(tokens: Sequence[int]) -> list[int]:
+        """Per token, what all before it hold."""
+        attended = [0]
+        for position, token in enumerate(tokens):
+            attended.append(attended[-1] + content(token, position, attended[-1]))
+        return attended
+
+    def receive_prompt(self, d: DeliverPrompt) -> None:
+        """Each position once, in order, in front of the first token."""
+        assert not self.over
+        assert self.next == 0, f"{self.name} is told of its prompt behind its first token"
+        assert d.offset == self.prompt_next, f"{self.name} knows {self.prompt_next} of its prompt, told from {d.offset}"
+        self._check_logprobs(len(self.history) + d.offset, d.logprobs, self.options.sampling.prompt_logprobs)
+        self.prompt_next += len(d.logprobs)
+
+    def _check_logprobs(self, start: int, found: Sequence[TokenLogprobs | None], count: int | None) -> None:
+        tokens = [*self.history, *self.prompt, *self.oracle]
+        for position, one in enumerate(found, start):
+            if one is None:
+                assert position == 0 or self.restored or count is None
+            else:
+                assert one == logprobs_of(tokens[position], position, self.likely[position], count)
+
     def receive(self, d: Deliver) -> None:
         assert not self.over, f"{self.name} goes on after its end"
+        sampling = self.options.sampling
+        if d.tokens and sampling.prompt_logprobs is not None:
+            assert self.prompt_next == len(self.prompt), f"{self.name} was told of {self.prompt_next} of its prompt"
+        assert len(d.logprobs) == len(d.tokens) or (sampling.logprobs is None and not d.logprobs)
+        assert sampling.logprobs is not None or not any(d.logprobs)
+        self._check_logprobs(self.length + d.offset, d.logprobs, sampling.logprobs)
         assert d.offset == self.next, f"{self.name} is at {self.next}, the next tokens are at {d.offset}"
         expected = self.oracle[d.offset : d.offset + len(d.tokens)]
         assert list(d.tokens) == expected, f"{self.name} at {d.offset}: {list(d.tokens)} instead of {expected}"
@@ -141,13 +183,16 @@ class Callers:
                     asked.receive(instruction)
                     if asked.over:
                         self._ended(asked, instruction, control)
+                case DeliverPrompt():
+                    self._asked[instruction.generation].receive_prompt(instruction)
                 case SessionAnswer(ticket=ticket):
                     self._tickets.pop(ticket)(instruction)
                 case Restored(generation=generation, prompt=prompt):
                     asked = self._asked[generation]
                     assert prompt == asked.prompt
                     asked.broken = False
-                    asked.next = 0
+                    asked.next = asked.prompt_next = 0
+                    asked.restored = True
                     asked.replayed = asked.over
                     asked.finish = None
 
@@ -195,7 +240,8 @@ class Callers:
         if self._rng.random() < 0.15:
             for _ in range(self._rng.randrange(1, 4)):
                 seed = self._rng.randrange(2**64)
-                seeded = self._seeded(options, seed)
+                # The first completion tells of the prompt for all.
+                seeded = replace(options, sampling=replace(options.sampling, seed=seed, prompt_logprobs=None))
                 siblings.append((self._remember([], prompt, seeded, lambda: None).name, seed))
         self._submit(asked, siblings)
 
@@ -257,7 +303,12 @@ class Callers:
         return self._seeded(options, seed)
 
     def _seeded(self, options: GenerationOptions, seed: int) -> GenerationOptions:
-        sampling = SamplingParams(temperature=options.sampling.temperature, seed=seed)
+        sampling = SamplingParams(
+            temperature=options.sampling.temperature,
+            seed=seed,
+            logprobs=(None, None, 0, 2)[seed % 4],
+            prompt_logprobs=(None, None, None, 0, 1)[seed % 5],
+        )
         return GenerationOptions(
             max_new_tokens=options.max_new_tokens,
             stop_token_ids=options.stop_token_ids,
@@ -393,7 +444,7 @@ class Callers:
         self._sessions.clear()
         for asked in [a for a in self._asked.values() if a.broken]:
             if asked.session is None and not asked.over:
-                asked.next = 0
+                asked.next = asked.prompt_next = 0
                 self._submit(asked)
             elif not asked.over:
                 asked.finish = FinishReason.CANCELLED

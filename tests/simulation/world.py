@@ -10,6 +10,7 @@ from random import Random
 from microtome.planner.control import Control
 from microtome.planner.events import (
     Deliver,
+    DeliverPrompt,
     DrainBegun,
     Event,
     GiveUpWorker,
@@ -117,7 +118,7 @@ class World:
                 self._coming.add(name)
                 self.clock.after(self.rng.randrange(500, 5000), lambda: self._place(name))
                 self.clock.after(self.rng.randrange(5000, 40_000), lambda: self._arrive(name, revision))
-            case Deliver() | SessionAnswer() | Restored():
+            case Deliver() | DeliverPrompt() | SessionAnswer() | Restored():
                 pass  # the callers have seen it
             case DrainBegun() | UpdateEnded():
                 pass  # nothing is to be done about it
