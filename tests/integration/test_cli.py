@@ -66,7 +66,9 @@ def test_the_address_may_come_from_the_environment(served: Served) -> None:
 def test_generate_hands_every_option_on(served: Served) -> None:
     options = (
         "-n 9 -t 0.5 --top-k 4 --top-p 0.25 --min-p 0.125 --seed 7 --stop-token-id 5 --stop-token-id 6 --ignore-eos "
-        "--n 1 --priority -3 --tenant acme"
+        "--n 1 --priority -3 --tenant acme --repetition-penalty 1.25 --presence-penalty 0.5 --frequency-penalty -0.5 "
+        "--logit-bias 7=-2.5 --logit-bias 8=1 --allowed-token-id 7 --banned-token-id 9 --min-new-tokens 2 --stop END "
+        "--stop STOP --logprobs 0 --prompt-logprobs 3"
     )
     assert run("generate", "hi", "-a", served.address, *options.split()).exit_code == 0
     [request] = served.service.seen
@@ -84,7 +86,24 @@ def test_generate_hands_every_option_on(served: Served) -> None:
         n=1,
         priority=-3,
         tenant="acme",
+        repetition_penalty=1.25,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={7: -2.5, 8: 1.0},
+        allowed_token_ids=pb.TokenIds(ids=[7]),
+        banned_token_ids=[9],
+        min_new_tokens=2,
+        stop=["END", "STOP"],
+        logprobs=0,
+        prompt_logprobs=3,
     )
+
+
+def test_a_bias_that_is_no_pair_is_a_wrong_command_line(served: Served) -> None:
+    result = run("generate", "hi", "-a", served.address, "--logit-bias", "7:2")
+    assert result.exit_code == 2
+    assert "'7:2' is not of the form ID=BIAS" in " ".join(result.stderr.split())
+    assert not served.service.seen
 
 
 @pytest.mark.parametrize(
