@@ -7,7 +7,7 @@ policy that would forbid every token forbids none. Rows without edits are untouc
 
 What is edited is worked out on the host, from policies and transcripts, and goes to the device as sparse lists.
 
-R rows, V vocabulary, E edits.
+R rows, V vocabulary, E edits, F rows that forbid tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,9 +42,8 @@ def edited(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     touched = [row for row, sampled in enumerate(rows) if _edits(sampled)]
     if not touched:
         return logits_RV
-    logits_RV = logits_RV.to(torch.float32)
     device = logits_RV.device
-    result_RV = logits_RV.clone()
+    result_RV = logits_RV.to(torch.float32, copy=True)
     flat = result_RV.view(-1)
 
     def send(array: NDArray[np.generic]) -> Tensor:
@@ -71,8 +70,11 @@ def edited(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     if len(additions):
         index_E, added_E = (send(array) for array in additions.arrays())
         flat.index_add_(0, index_E, added_E)
+    forbidding = [row for row in touched if rows[row].policy.allowed_tokens is not None or _forbidden(rows[row])]
+    if not forbidding:
+        return result_RV
     forbidden = []
-    for row in touched:
+    for row in forbidding:
         policy, base = rows[row].policy, row * vocabulary
         if policy.allowed_tokens is not None:
             allowed_E = send(np.asarray(policy.allowed_tokens, dtype=np.int64))
@@ -81,8 +83,12 @@ def edited(logits_RV: Tensor, rows: Sequence[SampledRow]) -> Tensor:
             result_RV[row, allowed_E] = kept_E
         forbidden.append(base + np.asarray(_forbidden(rows[row]), dtype=np.int64))
     flat[send(np.concatenate(forbidden))] = float("-inf")
-    nothing_left_R1 = (result_RV == float("-inf")).all(dim=-1, keepdim=True)
-    return torch.where(nothing_left_R1, logits_RV, result_RV)
+    # Only these rows can have nothing left, and looking at a row takes as long as a copy of it.
+    index = send(np.asarray(forbidding, dtype=np.int64))
+    left_FV = result_RV.index_select(0, index)
+    nothing_left_F1 = (left_FV == float("-inf")).all(dim=-1, keepdim=True)
+    before_FV = logits_RV.index_select(0, index).to(torch.float32)
+    return result_RV.index_copy_(0, index, torch.where(nothing_left_F1, before_FV, left_FV))
 
 
 class _Gathered:
