@@ -17,7 +17,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-def sentences(command: str, date: str, about: Mapping[str, Any], others_busy: float) -> list[str]:
+def sentences(about: Mapping[str, Any], others_busy: float) -> list[str]:
     """What a reader of the figures has to know."""
-    model = f"SmolLM2-135M-Instruct, {THREADS} threads, greedy, exact lengths"
-    where = f"{about['cpu']}, {about['cores']} cores, {', '.join(about['features'])}, {about['memory_gib']} GiB"
+    here = about["machine"]
     return [
-        f"`{command}`, {date}: medians over rounds (least–most). {model}; the works are in",
-        "`bench/peer_engines/workload.py`.",
-        f"Machine: {where}, {about['system']}, Python {about['python']};",
+        f"`{about['command']}`, {about['date']}: medians over rounds (least–most). SmolLM2-135M-Instruct, {THREADS}",
+        "threads, greedy, exact lengths; [how it is measured](peers.md).",
+        f"Machine: {here['cpu']}, {here['cores']} cores, {', '.join(here['features'])}, {here['memory_gib']} GiB,",
+        f"{here['system']}, Python {here['python']};",
         f"other processes kept at most {others_busy:.2f} cores busy before a turn.",
         "A ratio above 1 means that ours is faster: rates are divided ours ÷ peer, times peer ÷ ours, round by round.",
     ]
@@ -95,7 +95,12 @@ def main() -> int:
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--works", default=",".join(WORKS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=20, help="of the whole; no round begins that would end later")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30,
+        help="of the whole; no round begins that would end later, but each dtype's first",
+    )
     parser.add_argument("--home", type=Path, default=peers_home(), help=f"of the peers; default: ${HOME_VARIABLE}")
     parser.add_argument("--all-new", action="store_true", help="a new process per round, where memory is short")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of ours")
@@ -108,25 +113,28 @@ def main() -> int:
     os.sched_setaffinity(0, cores)  # and so for every process that is started
     try:
         engines = chosen(asked.engines)
+        dtypes, works = among(DTYPES, "dtype", asked.dtypes), among(WORKS, "work", asked.works)
     except ValueError as error:
         parser.error(str(error))
     if not (asked.home / MODEL).is_dir():
         parser.error(f"there is no model at {asked.home / MODEL}: `make bench-peers` installs it, and the peers")
     out = asked.out or MEASURED / f"peers-{asked.engines.replace(',', '-')}"
-    command, date = f"python -m bench.peers {' '.join(sys.argv[1:])}".strip(), time.strftime("%Y-%m-%d", time.gmtime())
-    about, demand = machine(), demand_of_folder(asked.home / MODEL)
+    about = {
+        "command": f"python -m bench.peers {' '.join(sys.argv[1:])}".strip(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+    }
+    demand = demand_of_folder(asked.home / MODEL)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines are ended on the way out
     began_s = time.monotonic()
-    dtypes = asked.dtypes.split(",")
     parts: list[Part] = []
-    for number, dtype in enumerate(dtypes):
-        left = asked.minutes - (time.monotonic() - began_s) / 60
+    for dtype in dtypes:
         plan = Plan(
             engines=engines,
             dtype=dtype,
-            works=tuple(asked.works.split(",")),
+            works=works,
             rounds=asked.rounds,
-            minutes=left / (len(dtypes) - number),
+            minutes=asked.minutes - (time.monotonic() - began_s) / 60,
             home=asked.home,
             cores=cores,
             settings=dict(pair.split("=", 1) for pair in asked.set),
@@ -137,16 +145,29 @@ def main() -> int:
             # Narrower arithmetic rounds so much that no two engines stay together for long.
             agreements = compare_tokens(bench, measured) if dtype == "float32" else []
         parts.append(part_of(measured, demand, agreements))
+        text = write(out, about, parts)  # what there is, should the next dtype not come to its end
+    print(f"\n{text}\nwritten: {out}.md and .json; the engines' logs are in {asked.logs}")
+    out_of_it = [one for part in parts for one in part.measured.entrants if one.out]
+    return int(any(one.engine.missing(asked.home) is None for one in out_of_it))
+
+
+def among(known: tuple[str, ...], what: str, said: str) -> tuple[str, ...]:
+    """Names with commas between. Raises ValueError for one that is not known."""
+    names = tuple(said.split(","))
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{what} {unknown[0]!r} is none of {', '.join(known)}")
+    return names
+
+
+def write(out: Path, about: Mapping[str, Any], parts: Sequence[Part]) -> str:
+    """Both files; returns the Markdown."""
     entrants = [entrant for part in parts for entrant in part.measured.entrants]
     busy = max((cores["before"] for one in entrants for cores in one.cores), default=0.0)
-    text = markdown(TITLE, sentences(command, date, about, busy), parts)
-    print(f"\n{text}")
+    text = markdown(TITLE, sentences(about, busy), parts)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".md").write_text(text)
-    value = as_value({"command": command, "date": date, "machine": about}, parts)
-    out.with_suffix(".json").write_text(json.dumps(value, indent=1) + "\n")
-    print(f"written: {out}.md and .json; the engines' logs are in {asked.logs}")
-    return int(any(one.out and one.engine.missing(asked.home) is None for one in entrants))
+    Path(f"{out}.md").write_text(text)
+    Path(f"{out}.json").write_text(json.dumps(as_value(about, parts), indent=1) + "\n")
+    return text
 
 
 if __name__ == "__main__":

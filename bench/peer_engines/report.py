@@ -21,6 +21,16 @@ COLUMNS = (
 )
 DIGITS = {(measure.work, measure.name): measure.digits for measure in MEASURES}
 W3_TOKENS = 1024
+OF_ONE_RUN = {
+    "model",
+    "-m",
+    "host",
+    "--host",
+    "port",
+    "--port",
+    "service.name",
+    "service.port",
+}  # they say nothing later
 
 
 @dataclass(frozen=True)
@@ -145,8 +155,13 @@ def _agreements(agreements: Sequence[Agreement]) -> Iterator[str]:
 def _settings(part: Part) -> Iterator[str]:
     for entrant in part.there:
         versions = ", ".join(f"{name} {said}" for name, said in entrant.facts.items() if isinstance(said, str))
-        settings = ", ".join(f"{name} {said}" for name, said in entrant.facts.get("settings", {}).items())
+        settings = ", ".join(f"{name} {said}" for name, said in _kept(entrant.facts)["settings"].items())
         yield f"- {entrant.engine.title}, {part.measured.dtype}: {versions}; {settings}"
+
+
+def _kept(facts: Mapping[str, Any]) -> dict[str, Any]:
+    settings = facts.get("settings", {})
+    return {**facts, "settings": {name: said for name, said in settings.items() if name not in OF_ONE_RUN}}
 
 
 def as_value(facts: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
@@ -160,7 +175,7 @@ def _part_value(part: Part) -> dict[str, Any]:
             entrant.engine.name: {
                 "title": entrant.engine.title,
                 "out": entrant.out,
-                "facts": entrant.facts,
+                "facts": _kept(entrant.facts),
                 "start_s": entrant.start_s,
                 "rounds": entrant.rounds,
                 "cores": entrant.cores,

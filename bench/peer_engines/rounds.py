@@ -20,7 +20,7 @@ from bench.peer_engines.turns import processor_seconds
 from bench.peer_engines.workload import Load, load
 
 LOAD_S = 400.0  # of one load, at most
-SHORT_S, MOST_RUNS = 2.0, 4  # a load that is shorter is run again, up to so often, and the median counts
+SHORT_S, MOST_RUNS = 1.0, 4  # a load that is shorter is run again, up to so often, and the median counts
 WARM_UP = ("W1", "W2", "W3")
 WARM_UP_REQUESTS = 16
 

@@ -1,6 +1,7 @@
 """An engine's process for tests of the bench: answers are made up, at once, and each token is its request's length.
 
-`BENCH_SETTINGS` may hold `short_after`: from that load on, answers lack a token; and `dies_after`: then it ends.
+`BENCH_SETTINGS` may hold `short_after`: from that load on, answers lack a token; `dies_after`: then it ends; and
+`other_from`: tokens from that position on are others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,8 @@ class Scripted:
         records = []
         for asked in requests:
             times = [float(number + 1) for number in range(asked.new_tokens - lacking)]
-            records.append(Record(0.0, times, [1] * len(times), [len(asked.prompt)] * len(times)))
+            tokens = [len(asked.prompt) + (at >= settings.get("other_from", at + 1)) for at in range(len(times))]
+            records.append(Record(0.0, times, [1] * len(times), tokens))
         return records
 
 
@@ -40,6 +42,8 @@ def started() -> Iterator[tuple[Mapping[str, Any], Reply]]:
     def reply(asked: Mapping[str, Any]) -> Mapping[str, Any]:
         if not asked:
             return {"read_bytes_per_s": 1e10, "operations_per_s": 1e12}
+        if "contexts" in asked:
+            return {"leads": [len(context) / 1000 for context in asked["contexts"]]}
         return turn(engine, asked)
 
     yield engine.facts, reply
