@@ -7,7 +7,8 @@ The row table `rows_SL` (int32) holds, per sequence, the cell of each of its pos
 lives in cell `rows_SL[r, p]`. Token t of the forward belongs to row `token_rows_T[t]` and stands at `positions_T[t]`
 (both int32). It attends to entries [0, position] of its row; on a layer with window w > 0 to the last w of those.
 
-- Visibility depends on rows and positions alone, never on a cell's index. Rows may share cells (clones).
+- Visibility depends on rows and positions alone, never on a cell's index. Rows may share cells (clones), also those
+  that tokens of another row write in this very forward: all are written before any is read.
 - Nothing else is read: entries of a row beyond a token's position may hold any number, and cells that no token sees
   may hold NaN. No mask over the pool is ever built; the work of a token grows with what it sees.
 - Several tokens of one row may ride in one forward. Tokens of one input lie next to each other with ascending

@@ -26,6 +26,7 @@ class Shape:
     sinks: bool = False
     padding: int = 0  # tokens at the end that belong to the scratch cell
     clones: bool = False  # every second sequence starts as a clone of the one before it
+    followers: bool = False  # every second sequence goes on behind the new tokens of the one before it
     dtype: torch.dtype = torch.float32
     pool_dtype: torch.dtype | None = None  # None: as the tokens
     ordered_cells: bool = False  # ascending neighbours, as a fresh pool hands them out
@@ -85,21 +86,24 @@ def make_ragged(shape: Shape, seed: int) -> Ragged:
 
     q_parts, k_parts, v_parts, expected, token_rows, positions, cells_of = [], [], [], [], [], [], []
     before: tuple[Tensor, Tensor, list[int]] | None = None
+    written: set[int] = set()  # cells, by this very call
     for index, (held, new) in enumerate(shape.inputs):
         total = held + new
         q = normal(new, heads, size)
         k, v = normal(total, kv_heads, size), normal(total, kv_heads, size)
         shared: list[int] = []
-        if shape.clones and index % 2 and before is not None:
+        if (shape.clones or shape.followers) and index % 2 and before is not None:
             shared = before[2][: min(held, len(before[2]))]
             k[: len(shared)], v[: len(shared)] = before[0][: len(shared)], before[1][: len(shared)]
         cells = shared + [free.pop() for _ in range(total - len(shared))]
-        before = (k, v, cells[:held])
+        before = (k, v, cells if shape.followers else cells[:held])
         row = row_of[index]
         rows[row, :total] = torch.tensor(cells, dtype=torch.int32)
         lowest_seen = max(0, held + 1 - shape.window) if shape.window else 0
-        seen = cells[lowest_seen:held]
-        k_pool[seen], v_pool[seen] = stored(k[lowest_seen:held]), stored(v[lowest_seen:held])
+        there = [at for at in range(lowest_seen, held) if cells[at] not in written]
+        seen = [cells[at] for at in there]
+        k_pool[seen], v_pool[seen] = stored(k[there]), stored(v[there])
+        written.update(cells[held:])
         q_parts.append(q)
         k_parts.append(k[held:])
         v_parts.append(v[held:])

@@ -108,6 +108,31 @@ def test_one_operator_writes_then_attends(attention: Attention) -> None:
     torch.testing.assert_close(joined.v_pool[:-1], apart.v_pool[:-1], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_tokens_see_what_others_of_the_same_forward_write(
+    attention: Attention, dtype: torch.dtype, window: int
+) -> None:
+    """The second and fourth sequences go on behind tokens of the first and third that this forward computes."""
+    shape = Shape(inputs=((4, 30), (34, 7), (0, 70), (64, 1)), followers=True, window=window, padding=2, dtype=dtype)
+    batch = make_ragged(shape, seed=4)
+    out = attention.update_and_attend(
+        batch.q,
+        batch.k,
+        batch.v,
+        batch.k_pool,
+        batch.v_pool,
+        batch.rows,
+        batch.token_rows,
+        batch.positions,
+        scale=batch.scale,
+        window=batch.window,
+    )
+    torch.testing.assert_close(
+        out[: batch.real_tokens].double(), batch.expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+
+
 def test_writing_touches_no_other_cell(attention: Attention) -> None:
     batch = make_ragged(Shape(inputs=((4, 1), (0, 3))), seed=2)
     before = batch.k_pool.clone()

@@ -28,6 +28,7 @@ NARROW = {
     "sinks": Shape(inputs=((0, 1), (90, 1)), heads=8, kv_heads=2, sinks=True),
     "everything at once": Shape(inputs=((130, 1), (2, 3)), window=65, softcap=2.0, sinks=True, clones=True, padding=2),
     "clones that share cells": Shape(inputs=((80, 1), (80, 1), (50, 2)), clones=True),
+    "tokens that see what others of the same forward write": Shape(inputs=((4, 9), (13, 3), (0, 2)), followers=True),
     "heads of 80": Shape(inputs=((20, 1), (0, 2)), head_size=80, heads=3, kv_heads=1),
     "heads of 256": Shape(inputs=((70, 1),), head_size=256, heads=2, kv_heads=1),
     "seventeen heads in a group": Shape(inputs=((20, 1), (1, 1)), heads=17, kv_heads=1),
@@ -37,6 +38,9 @@ WIDE = {
     "one prompt": Shape(inputs=((0, 70),), heads=6, kv_heads=2),
     "prompts, decodes and padding mixed": Shape(
         inputs=((5, 1), (70, 1), (0, 40), (33, 1), (12, 30), (0, 2), (9, 1)), padding=3, clones=True
+    ),
+    "a prompt behind what another of the same forward writes": Shape(
+        inputs=((4, 30), (34, 20), (0, 17), (17, 1)), followers=True, window=40
     ),
     "a prompt's later chunk": Shape(inputs=((100, 50),), heads=3, kv_heads=1, head_size=64),
     "a window": Shape(inputs=((40, 45), (90, 1), (0, 20)), window=9),
