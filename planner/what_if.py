@@ -55,15 +55,18 @@ from microtome.planner.types import (
     Capability,
     GenerationId,
     Incarnation,
+    InputFlag,
     SessionId,
     StepPlan,
     StepResult,
+    TokenLogprobs,
     WorkerId,
 )
 
 _TICK_US = 100_000
 _QUIET_TICK_US = 1_000_000  # while nothing is under way
 _STUCK_US = 3_600_000_000  # without a delivery, while something is under way
+_UNSAID = TokenLogprobs(0.0)  # a number that decides nothing
 _START_US = 10_000_000  # of a worker, where none was seen to start
 
 
@@ -498,7 +501,13 @@ class _Simulation:
         plans.popleft()
         if plans:
             self._run_next(worker, plans[0])
-        result = StepResult(incarnation=plan.incarnation, step=plan.step, tokens=self._tokens(worker), step_us=took_us)
+        result = StepResult(
+            incarnation=plan.incarnation,
+            step=plan.step,
+            tokens=self._tokens(worker),
+            step_us=took_us,
+            prompt_logprobs=(_UNSAID,) * _prompt_rows(plan),
+        )
         return StepDone(at_us=self._clock, worker=worker, result=result)
 
     def _step_us(self, worker: WorkerId, tokens: int) -> int:
@@ -512,6 +521,13 @@ class _Simulation:
         step = self._control.awaited_outputs(worker)
         given = self._day.tokens
         return tuple(given[name][at] if name in given and at < len(given[name]) else 0 for name, at in step)
+
+
+def _prompt_rows(plan: StepPlan) -> int:
+    """Tokens of prompts of which it is asked how likely they are."""
+    inputs = zip(plan.widths, plan.flags, strict=True)
+    asked = [(width, flags) for width, flags in inputs if flags & InputFlag.PROMPT_LOGPROBS]
+    return sum([width - bool(flags & InputFlag.WANTS_OUTPUT) for width, flags in asked])
 
 
 def _on_session(event: Any, session: SessionId) -> Event:

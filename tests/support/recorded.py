@@ -6,6 +6,7 @@ from microtome.planner.config import PlannerConfig
 from microtome.planner.control import Control
 from microtome.planner.events import Event, Instruction
 from microtome.planner.journal import Encoder
+from microtome.planner.types import SamplingParams
 from tests.support.scaled_cluster import ScaledCluster
 from tests.support.small_cluster import SmallCluster, method_table
 
@@ -41,7 +42,8 @@ def busy_day(config: PlannerConfig | None = None) -> Recorded:
     cluster = Recorded(config, table=method_table((1, 2, 4, 8), 16), usable_cells=2000)
     for n in range(40):
         cluster.now_us += 500
-        cluster.submit(range(n, n + 5 + n % 30), 3 + n % 9, priority=n % 3)
+        asks = SamplingParams(logprobs=n % 3, prompt_logprobs=n % 2) if n % 5 == 0 else SamplingParams()
+        cluster.submit(range(n, n + 5 + n % 30), 3 + n % 9, priority=n % 3, sampling=asks)
         if cluster.plans["w0"] and n % 2:
             cluster.answer()
     while cluster.plans["w0"]:
