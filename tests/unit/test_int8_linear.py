@@ -213,7 +213,8 @@ def test_where_nothing_compiles_stock_operators_serve(monkeypatch: pytest.Monkey
     quantize_linears(model, device=CPU)
     assert model[0].realisation == int8.STOCK
     x = rows(3, 64, torch.float32)
-    assert torch.equal(model(x), stock(x, *quantize(layer(32, 64, torch.float32).weight), model[0].bias))
+    same = layer(32, 64, torch.float32)
+    assert torch.equal(model(x), stock(x, *quantize(same.weight), same.bias))
 
 
 @pytest.mark.parametrize("realisation", ["as the machine has it", "stock"])
