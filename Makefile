@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.microtome-installed
 PYTEST_ARGS ?=
-BENCHES ?= planner_leaves wire link attention overhead
+BENCHES ?= planner_leaves wire link attention sampler overhead
 PEERS ?= main rest
 PEERS_ARGS ?=
 
