@@ -34,6 +34,7 @@ def build(folder: Path, device: str, **options: object) -> Executor:
         "max_step_tokens": 64,
         "widths": (1, 2, 4, 8),
         "max_sequences": 24,
+        "shared_device": True,  # with the executors of the tests before
     }
     return build_executor(RuntimeOptions(**(defaults | options)))  # type: ignore[arg-type]
 
