@@ -182,9 +182,7 @@ class Annotate:
     note: bytes
 
 
-SequenceOp = (
-    OpenSequence | CloneSequence | ExtendSequence | TruncateSequence | DropSequence | SetSampling | Annotate
-)
+SequenceOp = OpenSequence | CloneSequence | ExtendSequence | TruncateSequence | DropSequence | SetSampling | Annotate
 
 
 class InputFlag(IntFlag):
