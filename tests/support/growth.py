@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
-WARM_UP = 0.3  # share of a process's life that is not judged: caches fill, pools grow to their size
+WARM_UP = 0.5  # share of a process's life that is not judged: a driver reaches its size with its first 7000 generations
 MOST_MIB_PER_MINUTE = 2.0
 MOST_MORE_DESCRIPTORS = 20
 MOST_MORE_THREADS = 8
