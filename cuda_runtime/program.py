@@ -151,7 +151,8 @@ class CompiledForward:
     def __init__(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         from torch._inductor import aoti_load_package
 
-        self._program = aoti_load_package(str(path))
+        # Torch's guard against calls from several threads asks after events, which a capture forbids; one thread calls.
+        self._program = aoti_load_package(str(path), run_single_threaded=True)
         wanted = self._program.get_constant_fqns()
         if missing := sorted(set(wanted) - set(weights)):
             raise BadConfig(f"{path}: {len(missing)} of its weights are not there, such as {missing[0]}")
