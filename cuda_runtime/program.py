@@ -27,6 +27,7 @@ from torch.export import Dim, ExportedProgram
 from microtome.cuda_runtime.attention.registry import get_attention
 from microtome.cuda_runtime.checkpoint import Checkpoint, find_checkpoint
 from microtome.cuda_runtime.linear import int8
+from microtome.cuda_runtime.linear.fuse import fuse
 from microtome.cuda_runtime.linear.packed import join_side_by_side, pack_linears
 from microtome.cuda_runtime.model import CellModel, LayerGeometry, skeleton
 from microtome.planner.errors import BadConfig
@@ -129,6 +130,7 @@ def export(
     with torch.no_grad():
         exported = torch.export.export(model, arguments, dynamic_shapes=shapes, strict=False)
     if device.type == "cpu":
+        fuse(exported.graph)
         for operator in ("packed_linear", "int8_linear"):
             join_side_by_side(exported.graph, operator)
         exported.graph_module.recompile()

@@ -47,6 +47,7 @@ _SHAPED_BY = (
     "rotary.py",
     "attention/torch_operator.py",
     "linear/packed.py",
+    "linear/fuse.py",
     "linear/int8.py",
 )
 

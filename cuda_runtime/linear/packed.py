@@ -65,6 +65,10 @@ def operators() -> Any:
     torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     for name in ("packed_linear", *(f"packed_linear_{count}" for count in SIDE_BY_SIDE)):
         torch.library.register_fake(f"microtome::{name}", _fake)
+    torch.library.register_fake("microtome::packed_gated", _fake_gated)
+    torch.library.register_fake("microtome::norm", lambda x, weight, epsilon: x.new_empty(x.shape))
+    torch.library.register_fake("microtome::add_norm", _fake_add_norm)
+    torch.library.register_fake("microtome::rotate", lambda q, k, cos, sin: (_fake_turned(q), _fake_turned(k)))
     return torch.ops.microtome
 
 
@@ -144,3 +148,18 @@ def join_side_by_side(graph: Graph, name: str = "packed_linear") -> int:
 def _fake(x: Tensor, *layers: Any) -> Tensor | tuple[Tensor, ...]:
     results = tuple(x.new_empty((*x.shape[:-1], outputs)) for outputs in layers[2::3])
     return results if len(results) > 1 else results[0]
+
+
+def _fake_gated(
+    x: Tensor, gate: Tensor, gate_bias: Tensor | None, up: Tensor, up_bias: Tensor | None, outputs: int
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+def _fake_add_norm(a: Tensor, b: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape), a.new_empty(a.shape)
+
+
+def _fake_turned(heads_1NTH: Tensor) -> Tensor:
+    _, heads, tokens, size = heads_1NTH.shape
+    return heads_1NTH.new_empty((1, tokens, heads, size)).transpose(1, 2)

@@ -33,6 +33,8 @@ void check(const Tensor& x, const Weight& weight) {
               "the bias is not a dense vector of ", weight.outputs);
 }
 
+int threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+
 // Checks a call and lays it out; the layers' y are left to the caller.
 template <size_t kCount>
 std::array<microtome::Linear, kCount> lay_out(const Tensor& x, const Tensor& rows,
@@ -53,7 +55,7 @@ std::array<microtome::Linear, kCount> lay_out(const Tensor& x, const Tensor& row
     layers[i].rows = rows.size(0);
     layers[i].inputs = inputs;
     layers[i].outputs = weights[i].outputs;
-    layers[i].threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+    layers[i].threads = threads();
   }
   return layers;
 }
@@ -155,6 +157,64 @@ Tensor packed_gated_vectors(const Tensor& x, const Tensor& gate, const Bias& gat
   return run_gated(x, {{{gate, gate_bias, outputs}, {up, up_bias, outputs}}}, unit);
 }
 
+void check_between(const Tensor& x) {
+  TORCH_CHECK(microtome::float32_served() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16),
+              "this CPU has no unit for ", x.scalar_type());
+}
+
+microtome::Norm norm_of(const Tensor& a, const Tensor& weight, double epsilon, const Tensor& y) {
+  check_between(a);
+  TORCH_CHECK(a.dim() >= 1 && weight.dim() == 1 && weight.size(0) == a.size(-1) && weight.is_contiguous() &&
+                  weight.scalar_type() == a.scalar_type(),
+              "the norm's weight is not a dense vector of ", a.size(-1));
+  return {a.const_data_ptr(), nullptr, weight.const_data_ptr(), nullptr, y.data_ptr(), a.numel() / a.size(-1),
+          a.size(-1), float(epsilon), threads()};
+}
+
+Tensor norm(const Tensor& x, const Tensor& weight, double epsilon) {
+  const Tensor dense = x.contiguous();
+  Tensor y = at::empty(x.sizes(), x.options());
+  microtome::norm(norm_of(dense, weight, epsilon, y), x.scalar_type() == at::kFloat);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> add_norm(const Tensor& a, const Tensor& b, const Tensor& weight, double epsilon) {
+  TORCH_CHECK(a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type(), a.sizes(), " and ", b.sizes(),
+              " are not added row by row");
+  const Tensor dense_a = a.contiguous(), dense_b = b.contiguous();
+  Tensor sum = at::empty(a.sizes(), a.options()), y = at::empty(a.sizes(), a.options());
+  microtome::Norm asked = norm_of(dense_a, weight, epsilon, y);
+  asked.b = dense_b.const_data_ptr();
+  asked.sum = sum.data_ptr();
+  microtome::norm(asked, a.scalar_type() == at::kFloat);
+  return {sum, y};
+}
+
+// q and k [1, heads, T, H] whose last axis is dense, cos and sin [1, T, H]; the same shapes, tokens apart by all heads.
+std::tuple<Tensor, Tensor> rotate(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
+  check_between(q);
+  microtome::Turned turned[2];
+  Tensor results[2];
+  const Tensor dense_cos = cos.contiguous(), dense_sin = sin.contiguous();
+  for (int i = 0; i < 2; ++i) {
+    const Tensor& x = i ? k : q;
+    TORCH_CHECK(x.dim() == 4 && x.size(0) == 1 && x.stride(3) == 1 && x.size(3) % 2 == 0 &&
+                    x.scalar_type() == q.scalar_type(),
+                "heads of shape ", x.sizes(), " cannot be turned");
+    for (const Tensor* angle : {&dense_cos, &dense_sin}) {
+      TORCH_CHECK(angle->dim() == 3 && angle->size(0) == 1 && angle->size(1) == x.size(2) &&
+                      angle->size(2) == x.size(3) && angle->scalar_type() == x.scalar_type(),
+                  "angles of shape ", angle->sizes(), " do not fit heads of shape ", x.sizes());
+    }
+    Tensor y = at::empty({1, x.size(2), x.size(1), x.size(3)}, x.options());
+    turned[i] = {x.const_data_ptr(), x.stride(2), x.stride(1), x.size(1), y.data_ptr()};
+    results[i] = y.transpose(1, 2);
+  }
+  const microtome::Turn turn{dense_cos.const_data_ptr(), dense_sin.const_data_ptr(), q.size(2), q.size(3), threads()};
+  microtome::rotate(turned, 2, turn, q.scalar_type() == at::kFloat);
+  return {results[0], results[1]};
+}
+
 // 0: none, 1: vectors, 2: the matrix unit.
 int64_t bfloat16_unit() { return int64_t(microtome::bfloat16_unit()); }
 bool float32_served() { return microtome::float32_served(); }
@@ -174,6 +234,9 @@ TORCH_LIBRARY_FRAGMENT(microtome, m) {
   m.def(
       "packed_gated_vectors(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, int outputs) -> "
       "Tensor");
+  m.def("norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+  m.def("add_norm(Tensor a, Tensor b, Tensor weight, float epsilon) -> (Tensor, Tensor)");
+  m.def("rotate(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def("bfloat16_unit() -> int", bfloat16_unit);
   m.def("float32_served() -> bool", float32_served);
 }
@@ -184,5 +247,8 @@ TORCH_LIBRARY_IMPL(microtome, CPU, m) {
   m.impl("packed_linear_3", packed_linear_3);
   m.impl("packed_linear_vectors", packed_linear_vectors);
   m.impl("packed_gated", packed_gated);
+  m.impl("norm", norm);
+  m.impl("add_norm", add_norm);
+  m.impl("rotate", rotate);
   m.impl("packed_gated_vectors", packed_gated_vectors);
 }

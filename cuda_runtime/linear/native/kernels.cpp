@@ -30,6 +30,8 @@ void linear_bfloat16(const Linear*, int, Unit) {}
 void gated_float32(const Linear&, const Linear&, void*) {}
 bool gated_needs_room(int64_t, Unit) { return true; }
 void gated_bfloat16(const Linear&, const Linear&, void*, Unit) {}
+void norm(const Norm&, bool) {}
+void rotate(const Turned*, int, const Turn&, bool) {}
 
 #else
 
@@ -571,6 +573,12 @@ void gated_bfloat16(const Linear& gate, const Linear& up, void* y, Unit unit) {
   });
 #endif
 }
+
+}  // namespace microtome
+
+#include "between.h"
+
+namespace microtome {
 
 #endif  // MICROTOME_AVX512
 

@@ -40,4 +40,35 @@ void gated_float32(const Linear& gate, const Linear& up, void* y);
 bool gated_needs_room(int64_t rows, Unit unit);
 void gated_bfloat16(const Linear& gate, const Linear& up, void* y, Unit unit);
 
+// y = weight * x / sqrt(mean(x^2) + epsilon) for rows x = a + b, which are kept in `sum`, or x = a where b is null.
+// All dense, in one type, rounded to it where the library rounds: x, the quotient, y. `float32_served` says whether.
+struct Norm {
+  const void* a;
+  const void* b;       // or null
+  const void* weight;  // [width]
+  void* sum;
+  void* y;
+  int64_t rows, width;
+  float epsilon;
+  int threads;
+};
+
+void norm(const Norm& norm, bool float32);
+
+// Rotation by position: the first half of each head by cos and minus the second by sin, and the reverse.
+struct Turned {
+  const void* x;  // [tokens, heads, size], last axis dense
+  int64_t token_stride, head_stride, heads;
+  void* y;        // the same, dense
+};
+
+struct Turn {
+  const void* cos;  // [tokens, size], dense
+  const void* sin;
+  int64_t tokens, size;  // size is even
+  int threads;
+};
+
+void rotate(const Turned* turned, int count, const Turn& turn, bool float32);
+
 }  // namespace microtome
