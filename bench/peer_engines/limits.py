@@ -24,7 +24,7 @@ from bench.peer_engines import asked_by_environment as asked_for
 from bench.peer_engines.turns import Reply, answer_lines
 
 BYTES = {"bfloat16": 2, "float32": 4}
-READ_RUNS, MATMUL_RUNS = 15, 5
+READ_RUNS, MATMUL_RUNS = 25, 5
 SIDE = 3072  # of the matrices: their traffic is hidden behind arithmetic
 
 
@@ -89,8 +89,10 @@ def started() -> Iterator[tuple[Mapping[str, Any], Reply]]:
 def _reader(size: int) -> Iterator[Any]:
     """A call that reads `size` bytes, on large pages where the system gives them."""
     source = Path(__file__).parent / "read_rate.c"
-    words = size // 64 * 8
-    with tempfile.TemporaryDirectory() as folder, mmap.mmap(-1, size + mmap.PAGESIZE) as memory:
+    lines = size // 64
+    # Private: memory that could be shared gets no large pages.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with tempfile.TemporaryDirectory() as folder, mmap.mmap(-1, size + mmap.PAGESIZE, flags=private) as memory:
         library = Path(folder) / "read_rate.so"
         flags = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
         subprocess.run(["gcc", *flags, str(source), "-o", str(library)], check=True, stderr=sys.stderr)
@@ -104,7 +106,7 @@ def _reader(size: int) -> Iterator[Any]:
         view = (ctypes.c_char * len(memory)).from_buffer(memory)
         address = ctypes.addressof(view)
         try:
-            yield lambda: read_all(address, words, asked_for.THREADS)
+            yield lambda: read_all(address, lines, asked_for.THREADS)
         finally:
             del view  # a map that is looked at cannot be closed
 

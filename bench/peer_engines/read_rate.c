@@ -1,25 +1,29 @@
 /* Reads memory with all of a team's threads, as weights are read by a forward: once through, in order.
 
-   The words are combined, so that no read can be left out; the result has no meaning. `count` is a multiple of 8. */
+   What is read is combined, so that no read can be left out; the result has no meaning. A step is four cache lines; the
+   memory begins at one, and `count` lines are a multiple of four for each thread. */
 
+#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 
-enum { BLOCK = 8192, AHEAD = 512 }; /* words of 8 bytes */
+typedef uint64_t line __attribute__((vector_size(64)));
 
-uint64_t read_all(const uint64_t *words, size_t count, int threads) {
+enum { STEP = 4, AHEAD = 64 }; /* lines */
+
+uint64_t read_all(const line *lines, size_t count, int threads) {
   uint64_t all = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(^ : all)
-  for (size_t block = 0; block < count; block += BLOCK) {
-    size_t end = block + BLOCK < count ? block + BLOCK : count;
-    uint64_t lanes[32] = {0};
-    size_t i = block;
-    for (; i + 32 <= end; i += 32) {
-      for (int line = 0; line < 32; line += 8) __builtin_prefetch(words + i + AHEAD + line);
-      for (int lane = 0; lane < 32; lane++) lanes[lane] ^= words[i + lane];
+#pragma omp parallel num_threads(threads) reduction(^ : all)
+  {
+    size_t part = count / (size_t)threads / STEP * STEP;
+    const line *own = lines + part * (size_t)omp_get_thread_num();
+    line a = {0}, b = {0}, c = {0}, d = {0};
+    for (size_t i = 0; i < part; i += STEP) {
+      for (int near = 0; near < STEP; near++) __builtin_prefetch(own + i + AHEAD + near);
+      a ^= own[i], b ^= own[i + 1], c ^= own[i + 2], d ^= own[i + 3];
     }
-    for (; i < end; i++) lanes[0] ^= words[i];
-    for (int lane = 0; lane < 32; lane++) all ^= lanes[lane];
+    a ^= b ^ c ^ d;
+    for (int word = 0; word < 8; word++) all ^= a[word];
   }
   return all;
 }
