@@ -15,8 +15,8 @@ class Retry:
     """
 
     attempts: int = 4  # the first one included; 1: never try again
-    # Of going on with a stream that broke, each time one breaks; the break itself is the first. 32 take half a minute to
-    # a minute: a service whose driver was killed is back by then, on a slow machine too.
+    # Of going on with a stream that broke, each time one breaks; the break itself is the first. 32 take half a minute
+    # to a minute: a service whose driver was killed is back by then, on a slow machine too.
     resume_attempts: int = 32
     first_s: float = 0.1
     most_s: float = 2.0
