@@ -67,7 +67,7 @@ def _fuse_norms(graph: Graph) -> int:
             if found is None or _value(product).dtype != _value(weight).dtype:
                 continue
             x, epsilon = found
-            if _is_row_sum(x):
+            if _is_row_sum(x) and weight.op == "placeholder":  # a weight that is computed may come after the sum
                 _replace_add_norm(graph, x, product, weight, epsilon)
             else:
                 _replace(graph, product, torch.ops.microtome.norm.default, (x, weight, epsilon))

@@ -1,11 +1,19 @@
 """What a traced model's runs of stock operators become, and that the numbers stay."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from microtome.cuda_runtime.attention.registry import default_attention, get_attention
+from microtome.cuda_runtime.checkpoint import find_checkpoint
 from microtome.cuda_runtime.linear.fuse import fuse
 from microtome.cuda_runtime.linear.packed import can_pack, operators, pack_linears
+from microtome.cuda_runtime.model import CellModel, load_model, read_geometry
+from microtome.cuda_runtime.program import PREFILL, export
+from tests.support.cell_runner import CPU, CellRunner
+from tests.support.families import family_directory
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -138,3 +146,37 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=words):
             call()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore::FutureWarning:torch.*")  # torch's own
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("llama", {"add_norm", "norm", "packed_gated", "rotate"}),
+        ("qwen3", {"add_norm", "norm", "packed_gated", "rotate"}),  # heads have norms of their own
+        ("gemma2", {"norm", "rotate"}),  # its norms' weights are computed, after the sum; its gate is another
+        ("gpt_neox", {"rotate"}),  # part of a head is turned; its norms are others
+    ],
+)
+def test_a_familys_program_has_the_logits_and_cells_of_the_librarys_code(
+    tmp_path: Path, name: str, called: set[str]
+) -> None:
+    causal_lm = load_model(find_checkpoint(str(family_directory(tmp_path, name))), device=CPU, dtype=torch.float32)
+    layers = read_geometry(causal_lm, CPU)
+    pack_linears(causal_lm)
+    model = CellModel(causal_lm, get_attention(default_attention(CPU)))
+    program = export(model, PREFILL, layers=layers, kv_dtype=torch.float32, max_step_tokens=64)
+    if served(torch.float32):
+        names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+        assert {
+            name for name in ("add_norm", "norm", "packed_gated", "rotate") if f"microtome.{name}.default" in names
+        } == called
+    ours, librarys = CellRunner(model, layers), CellRunner(model, layers)
+    with torch.inference_mode():
+        for work in (([5, 17, 3, 29, 11, 8, 2], [5, 17, 3]), ([7], [9])):
+            given = list(enumerate(work))
+            logits = program.module()(*ours.columns(*given), ours.rows.device, ours.pool.k, ours.pool.v)
+            wanted = model(*librarys.columns(*given), librarys.rows.device, librarys.pool.k, librarys.pool.v)
+            assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-4)
+    for pool, other in zip((*ours.pool.k, *ours.pool.v), (*librarys.pool.k, *librarys.pool.v), strict=True):
+        assert torch.allclose(pool[:-1], other[:-1], rtol=1e-4, atol=1e-4, equal_nan=True)  # the last one is padding's
