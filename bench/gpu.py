@@ -356,8 +356,8 @@ def off_by(found: Tensor, expected: Tensor) -> float:
 
 def check_attention(bench: Bench, dtype: torch.dtype) -> dict[str, float]:
     """The device's realisation against the reference on a CPU in float64, per case."""
-    attention = get_attention(default_attention(bench.device))
-    reference = get_attention("reference")
+    attention: Any = get_attention(default_attention(bench.device))
+    reference: Any = get_attention("reference")
     generator = torch.Generator().manual_seed(0)
     found: dict[str, float] = {}
     cases: dict[str, tuple[Sequence[tuple[int, int]], dict[str, Any]]] = {
@@ -380,13 +380,17 @@ def check_attention(bench: Bench, dtype: torch.dtype) -> dict[str, float]:
 
         q, k, v = normal(tokens, heads, size), normal(tokens, kv_heads, size), normal(tokens, kv_heads, size)
         pools = normal(cells + 1, kv_heads, size), normal(cells + 1, kv_heads, size)
-        keywords = {"scale": size**-0.5, "window": wants.get("window", 0), "softcap": wants.get("softcap", 0.0)}
+        keywords: dict[str, Any] = {
+            "scale": size**-0.5,
+            "window": wants.get("window", 0),
+            "softcap": wants.get("softcap", 0.0),
+        }
         sinks = torch.randn(heads, generator=generator) if wants.get("sinks") else None
-        wide = [tensor.double() for tensor in (q, k, v, *pools)]
+        wide: list[Any] = [tensor.double() for tensor in (q, k, v, *pools)]
         expected = reference.update_and_attend(
             *wide, rows, token_rows, positions, **keywords, sinks_N=None if sinks is None else sinks.double()
         )
-        there = [tensor.to(bench.device) for tensor in (q, k, v, *pools, rows, token_rows, positions)]
+        there: list[Any] = [tensor.to(bench.device) for tensor in (q, k, v, *pools, rows, token_rows, positions)]
         given_sinks = None if sinks is None else sinks.to(dtype).to(bench.device)
         out = attention.update_and_attend(*there, **keywords, sinks_N=given_sinks)
         found[name] = float((out.to("cpu", torch.float64) - expected).abs().max() / expected.abs().max())
@@ -507,10 +511,8 @@ def prefill_flop(checkpoint: Checkpoint, tokens: int, outputs: int) -> int:
     heads, size = c.num_attention_heads, c.head_dim
     layer = c.hidden_size * size * (2 * heads + 2 * c.num_key_value_heads) + 3 * c.hidden_size * c.intermediate_size
     seen = tokens * (tokens + 1) // 2
-    return (
-        2 * c.num_hidden_layers * (layer * tokens + 2 * heads * size * seen)
-        + 2 * outputs * c.hidden_size * c.vocab_size
-    )
+    in_layers = c.num_hidden_layers * (layer * tokens + 2 * heads * size * seen)
+    return int(2 * (in_layers + outputs * c.hidden_size * c.vocab_size))
 
 
 def measure_decode(

@@ -30,7 +30,6 @@ from microtome.cuda_runtime.start_up import StartUp
 from microtome.fetch import resolve_model
 
 CPU = torch.device("cpu")
-NEW_TOKENS = 64
 PROMPTS = (
     "The capital of France is",
     "Water boils at a temperature of",
@@ -67,9 +66,9 @@ class Runner:
         given = (torch.tensor([tokens]), indices[None] + start, rows, indices, self.rows.device)
         return forward(*given, self.pool.k, self.pool.v).double()
 
-    def greedy(self, prompt: list[int]) -> list[int]:
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
         found = [int(self.logits(prompt)[-1].argmax())]
-        while len(found) < NEW_TOKENS:
+        while len(found) < count:
             found.append(int(self.logits(found[-1:], len(prompt) + len(found) - 1)[-1].argmax()))
         return found
 
@@ -82,10 +81,10 @@ def compared(ours: Runner, theirs: Runner, runs: list[tuple[list[int], list[int]
         a, b = (runner.logits(prompt + continuation[:-1])[len(prompt) - 1 :] for runner in (ours, theirs))
         errors += ((a - b).norm(dim=-1) / b.norm(dim=-1)).tolist()
         same += int((a.argmax(dim=-1) == b.argmax(dim=-1)).sum())
-        own = ours.greedy(prompt)
+        own = ours.greedy(prompt, len(continuation))
         differs = next((i for i, pair in enumerate(zip(own, continuation, strict=True)) if pair[0] != pair[1]), None)
         whole += differs is None
-        first_difference.append(NEW_TOKENS if differs is None else differs)
+        first_difference.append(len(continuation) if differs is None else differs)
     return {
         "positions": len(errors),
         "logit_error_median": median(errors),
@@ -103,13 +102,17 @@ def main() -> None:
     parser.add_argument("--methods", default="eager", choices=("eager", "compiled"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--new-tokens", type=int, default=64, help="of each greedy continuation")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
 
     def runner(dtype: str, quantize: str, methods: str) -> Runner:
-        options = {"model": resolve_model(asked.model), "dtype": dtype, "quantize": quantize, "methods": methods}
-        return Runner(RuntimeOptions(**options, max_session_tokens=LENGTH))
+        model = resolve_model(asked.model)
+        options = RuntimeOptions(
+            model=model, dtype=dtype, quantize=quantize, methods=methods, max_session_tokens=LENGTH
+        )
+        return Runner(options)
 
     exact = runner("float32", "none", "eager")
     plain, rounded = (runner(asked.dtype, quantize, asked.methods) for quantize in ("none", "int8"))
@@ -117,9 +120,14 @@ def main() -> None:
     tokenizer = load_tokenizer(checkpoint)
     figures: dict[str, Any] = {}
     with torch.inference_mode():
-        runs = [(prompt, plain.greedy(prompt)) for prompt in (tokenizer(text)["input_ids"] for text in PROMPTS)]
+        runs = [
+            (prompt, plain.greedy(prompt, asked.new_tokens))
+            for prompt in (tokenizer(text)["input_ids"] for text in PROMPTS)
+        ]
         figures[f"int8 against {asked.dtype}"] = compared(rounded, plain, runs)
-        figures[f"{asked.dtype} against float32"] = compared(plain, exact, [(p, exact.greedy(p)) for p, _ in runs])
+        figures[f"{asked.dtype} against float32"] = compared(
+            plain, exact, [(p, exact.greedy(p, asked.new_tokens)) for p, _ in runs]
+        )
         for name, found in figures.items():
             print(f"{name}: {found}", flush=True)
         times: dict[str, dict[str, tuple[float, float]]] = {}

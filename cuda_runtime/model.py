@@ -154,6 +154,10 @@ class CellModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.attention = attention
+        for module in causal_lm.modules():
+            if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+                # It would read tokens on the host, at every forward: a wait for the device, which no capture survives.
+                module.warn_if_padding_and_no_attention_mask = _warn_of_nothing  # type: ignore[assignment]
 
     def forward(
         self,
@@ -178,6 +182,10 @@ class CellModel(nn.Module):
         )
         logits_RV: Tensor = output.logits[0]
         return logits_RV
+
+
+def _warn_of_nothing(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """No forward of ours is padded in a way that a mask would have to hide."""
 
 
 def load_model(

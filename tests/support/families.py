@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from microtome.cuda_runtime.checkpoint import Checkpoint
+
 VOCABULARY = 97
 CONTEXT = 256  # tokens
 
@@ -251,11 +253,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
+def checkpoint_of(name: str) -> Checkpoint:
+    """FAMILIES[name] without files: its configuration only."""
+    family, config = FAMILIES[name], _config(name)
+    return Checkpoint(
+        path=Path(name),
+        name=name,
+        architecture=family.architecture,
+        context_length=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        config=config,
+    )
+
+
+def _config(name: str) -> Any:
+    family = FAMILIES[name]
+    return AutoConfig.for_model(family.architecture, **{**_COMMON, **family.fields})
+
+
 def family_directory(parent: Path, name: str, *, seed: int = 0) -> Path:
     """`parent`/<name>, written anew: configuration and weights of FAMILIES[name]."""
-    family = FAMILIES[name]
-    config = AutoConfig.for_model(family.architecture, **{**_COMMON, **family.fields})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32)
     _spread(model, seed)
     directory = parent / re.sub("[^a-z0-9_]+", "-", name)
     model.save_pretrained(directory)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench import gpu
+from microtome.cuda_runtime.model import skeleton
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +116,7 @@ def test_the_shapes_are_those_of_the_published_models() -> None:
 
 def test_a_prompts_flop_are_two_for_each_weight_it_meets_and_four_for_each_pair_that_sees() -> None:
     checkpoint = gpu.checkpoint_of("toy")
-    model = gpu.skeleton(checkpoint, dtype=torch.float32, session_tokens=64)
+    model = skeleton(checkpoint, dtype=torch.float32, session_tokens=64)
     layers = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "layers" in name)
     heads, size, vocabulary, hidden = 4, 16, 320, 64
     pairs = 1 + 2 + 3
