@@ -88,6 +88,8 @@ class Executor:
             usable_cells=capability.usable_cells,
         )
         self._cell_tokens: Int64Array = np.zeros(pool.usable_cells + 1, dtype=np.int64)
+        # On a CPU the host's copy of a token is the token itself.
+        self._feeds_back_on_device = rows.device.device.type != "cpu"
         self._last_sampled = torch.zeros(capability.max_sequences + 1, dtype=torch.int64, device=rows.device.device)
         self._step = StepNumber(0)
         self._result_ns: int | None = None  # when the step before was answered
@@ -227,7 +229,8 @@ class Executor:
             if len(values) and not (values.min() >= 0 and values.max() < limit):
                 wrong = values[(values < 0) | (values >= limit)][0]
                 raise StalePlan(f"{name} {wrong} is outside [0, {limit})")
-        if len(np.unique(step.cells)) < width:
+        ascending = bool((step.cells[1:] > step.cells[:-1]).all())  # as they mostly are: no need to sort
+        if not ascending and len(np.unique(step.cells)) < width:
             raise StalePlan("a cell is written twice in one step")
 
     def _check_slices(self, plan: StepPlan, total: int) -> None:
@@ -283,12 +286,13 @@ class Executor:
         columns, forwards = self._lay_out(plan, tokens, positions, token_rows, feedback, wanted)
         device = self._rows.device.device
         columns_5N = upload(columns, device)
-        # What was sampled here is read here: the host's copy of those tokens is never sent down.
-        columns_5N[TOKENS] = torch.where(
-            columns_5N[FEEDBACK] != 0, self._last_sampled[columns_5N[ROWS]], columns_5N[TOKENS]
-        )
+        if self._feeds_back_on_device:
+            # What was sampled here is read here: the host's copy of those tokens is never sent down.
+            columns_5N[TOKENS] = torch.where(
+                columns_5N[FEEDBACK] != 0, self._last_sampled[columns_5N[ROWS]], columns_5N[TOKENS]
+            )
         answers: list[Tensor] = []
-        for forward in forwards:
+        for index, forward in enumerate(forwards):
             segment = columns_5N[:, forward.column : forward.column + forward.width]
             logits_RV = self.methods[forward.method].run(segment, forward.outputs)
             ran[forward.method] += 1
@@ -298,8 +302,9 @@ class Executor:
                     wanted_RV = prompt_rows.take(wanted_RV)
                     if not len(wanted_RV):
                         continue
-                # The method may run again before the sampler does, over the same output.
-                answers.append(wanted_RV.clone() if len(forwards) > 1 else wanted_RV)
+                # A method that runs again before the sampler does writes over its output.
+                again = any(later.method == forward.method for later in forwards[index + 1 :])
+                answers.append(wanted_RV.clone() if again else wanted_RV)
         for sequence, start, width in zip(
             step.sequences.tolist(), step.starts.tolist(), step.widths.tolist(), strict=True
         ):
@@ -384,7 +389,8 @@ class Executor:
         sampled = sample(logits_RV, rows)
         if min(sampled.tokens) < 0:
             raise ArithmeticError("a forward's logits hold a NaN")
-        self._last_sampled[upload(sequences, self._last_sampled.device)] = sampled.tokens_R
+        if self._feeds_back_on_device:
+            self._last_sampled[upload(sequences, self._last_sampled.device)] = sampled.tokens_R
         for state, token, row in zip(states, sampled.tokens, rows, strict=True):
             state.sampled_token, state.sampled_position = token, row.position
         return sampled

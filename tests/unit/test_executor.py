@@ -90,6 +90,23 @@ def test_greedy_tokens_are_those_of_the_library(
         assert driver.generate(driver.open(), prompt, COUNT) == tokens
 
 
+def test_a_token_that_is_fed_back_never_goes_by_way_of_the_host(
+    driver: StepDriver, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """As on a device: the host's copy is spoilt, and nobody notices."""
+    executor = driver.executor
+    assert isinstance(executor, Executor)
+    executor._feeds_back_on_device = True
+    sequences = [driver.open() for _ in prompts]
+    tokens = [[token] for token in driver.step(*map(Work, sequences, prompts))]
+    while len(tokens[0]) < COUNT:
+        for sequence in sequences:
+            executor._sequences[SequenceId(sequence)].sampled_token = 0
+        for own, token in zip(tokens, driver.step(*map(Work, sequences)), strict=True):
+            own.append(token)
+    assert tokens == expected
+
+
 # holds H10
 @pytest.mark.parametrize("chunk", [1, 3, 8, 21])
 def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_in_one(
