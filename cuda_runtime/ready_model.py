@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from platformdirs import user_cache_path
 
 from microtome.cuda_runtime import artifact
+from microtome.cuda_runtime.artifact_cache import clear_unfinished, folder_of
 from microtome.cuda_runtime.attention.registry import default_attention, get_attention
 from microtome.cuda_runtime.checkpoint import Checkpoint, fingerprint
 from microtome.cuda_runtime.linear import int8
@@ -121,8 +121,7 @@ def ready_model(options: RuntimeOptions, checkpoint: Checkpoint, target: Target,
 
 def cache_path(options: RuntimeOptions, checkpoint: Checkpoint, content: str, target: Target) -> Path:
     """Where the artifact for these options is kept, or would be."""
-    folder = Path(options.artifact_folder) if options.artifact_folder else user_cache_path("microtome") / "artifacts"
-    return folder / _key(options, checkpoint, content, target)
+    return folder_of(options.artifact_folder) / _key(options, checkpoint, content, target)
 
 
 def _make_if_absent(
@@ -156,6 +155,7 @@ def _sole_maker(path: Path, start_up: StartUp) -> Iterator[None]:
             lock.acquire()
     try:
         maker.write_text(str(os.getpid()))
+        clear_unfinished(path)
         yield
     finally:
         maker.unlink(missing_ok=True)
