@@ -9,7 +9,8 @@ rows of L entries.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from threading import Lock
+from typing import Any, Final, Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -24,6 +25,9 @@ from microtome.planner.errors import BadConfig
 
 ATTENTION_NAME = "microtome"  # in transformers' attention interface
 _CONTEXT = "microtome_cells"  # the keyword under which a forward's context reaches each layer
+# The library exchanges methods of its classes while it builds a model, and puts back what it found: two that are built
+# at once in one process can leave a stranger's there, and every tied weight after that untied.
+_BUILDING: Final = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +201,10 @@ def load_model(
     """
     where, keywords = checkpoint.source
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **keywords
-        )
+        with _BUILDING:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                where, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **keywords
+            )
     except Exception as error:  # the library raises whatever its parsers raise
         sentence = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadConfig(f"model {checkpoint.path}: its weights cannot be loaded: {sentence}") from error
@@ -226,7 +231,7 @@ def skeleton(checkpoint: Checkpoint, *, dtype: torch.dtype, session_tokens: int 
     Buffers that follow from the configuration, such as rotary frequencies, are there.
     """
     context_length = checkpoint.context_length
-    with init_empty_weights(include_buffers=False):
+    with _BUILDING, init_empty_weights(include_buffers=False):
         model: nn.Module = AutoModelForCausalLM.from_config(
             checkpoint.config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )

@@ -6,17 +6,19 @@ Compared are the logits of every token, by the largest difference relative to th
 import json
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from microtome.cuda_runtime.attention.registry import default_attention, get_attention
 from microtome.cuda_runtime.checkpoint import SUPPORTED_ARCHITECTURES, SUPPORTED_GGUF_ARCHITECTURES, find_checkpoint
@@ -252,6 +254,26 @@ def test_a_gguf_file_with_tensors_that_the_library_drops_is_refused(tmp_path: Pa
     checkpoint = find_checkpoint(str(gguf_file(directory)))
     with pytest.raises(BadConfig, match="it holds 22 tensors, of which the library takes 20"):
         load_model(checkpoint, device=CPU, dtype=torch.float32)
+
+
+def test_models_are_built_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library exchanges methods of its own classes meanwhile."""
+    checkpoint = find_checkpoint(str(family_directory(tmp_path, "smollm2")))
+    build, tie = AutoModelForCausalLM.from_pretrained, PreTrainedModel.tie_weights
+    meeting = Barrier(2)
+
+    def slow_build(*args: Any, **kwargs: Any) -> Any:
+        with pytest.raises(BrokenBarrierError):  # nobody else comes while this one is building
+            meeting.wait(timeout=0.2)
+        meeting.reset()
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", slow_build)
+    with ThreadPoolExecutor(2) as threads:
+        loads = [threads.submit(load_model, checkpoint, device=CPU, dtype=torch.float32) for _ in range(2)]
+    for load in loads:
+        assert load.result().lm_head.weight is load.result().model.embed_tokens.weight
+    assert PreTrainedModel.tie_weights is tie
 
 
 def test_a_gguf_file_whose_head_size_the_library_cannot_know_is_refused(tmp_path: Path) -> None:
