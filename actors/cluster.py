@@ -344,6 +344,8 @@ def _last_line(error: Exception) -> str:
 def _start_local_ray(config: ServiceConfig) -> None:
     """A Ray of this process: on loopback, open (nobody else can reach it), ended with the process."""
     os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token file, and every later cluster wants it
+    # Ray would run its workers at niceness 15, behind everybody else: a client here would hold up every step.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     _keep_to_loopback()
     # An update starts a worker before another ends: they share the machine for a while.
     wanted = 1 + config.workers.cpus * (config.workers.scaling.max_workers + 1)

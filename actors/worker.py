@@ -218,6 +218,8 @@ class WorkerActor:
         logging.basicConfig(
             level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
         )
+        if (niceness := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
+            logger.info("niceness %d: others go first; RAY_worker_niceness=0 where Ray is started ends that", niceness)
         self._stages = StageListener()
         logging.getLogger("microtome.runtime").addHandler(self._stages)
         self._spec = spec

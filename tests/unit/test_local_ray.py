@@ -16,6 +16,7 @@ def test_a_ray_that_does_not_come_up_is_a_sentence(monkeypatch: pytest.MonkeyPat
         raise kind("a page of logs\nThe current node timed out during startup.")
 
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # set by the call, and put back after the test
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.setattr(cluster, "_keep_to_loopback", lambda: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
