@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
@@ -202,12 +202,11 @@ def _first_flaw(folder: Path, files: Sequence[PinnedFile]) -> str | None:
 def _size(folder: Path) -> int:
     """Bytes in files below `folder` that are still there when looked at."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            if path.is_file():
-                total += path.stat().st_size
-        except OSError:
-            continue  # a download renames and deletes as it goes
+    # A download renames and deletes as it goes, folders too: `os.walk` leaves out what is gone, where `rglob` raises.
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total
 
 

@@ -1,5 +1,6 @@
 """Fetching a known model: what is returned is whole and pinned, whatever dies in between."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from microtome.fetch import CACHE_VARIABLE, KNOWN_MODELS, cache_directory, fetch, resolve_model
+from microtome.fetch import CACHE_VARIABLE, KNOWN_MODELS, _size, cache_directory, fetch, resolve_model
 from microtome.known_models import KnownModel
 from microtome.planner.errors import BadConfig
 from tests.support.fake_source import CONTENT, FakeSource, only
@@ -273,3 +275,20 @@ def test_default_model_is_fetched_from_wherever_it_can_be_had() -> None:
     path = Path(resolve_model("smollm2-135m"))  # into the user's cache: other tests need it there
     assert path.is_dir() or path.suffix == ".gguf"
     assert fetch("smollm2-135m") == path
+
+
+def test_a_folder_that_goes_away_while_a_download_is_watched_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_bytes(b"12345")
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "part").write_bytes(b"678")
+    scandir = os.scandir
+
+    def gone(path: Any = ".") -> Any:
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert _size(tmp_path) == 5
