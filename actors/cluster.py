@@ -344,7 +344,7 @@ def _last_line(error: Exception) -> str:
 def _start_local_ray(config: ServiceConfig) -> None:
     """A Ray of this process: on loopback, open (nobody else can reach it), ended with the process."""
     os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token file, and every later cluster wants it
-    # Ray would run its workers at niceness 15, behind everybody else: a client here would hold up every step.
+    # Ray would run its workers at niceness 15, behind whoever else wants this machine's processors.
     os.environ.setdefault("RAY_worker_niceness", "0")
     _keep_to_loopback()
     # An update starts a worker before another ends: they share the machine for a while.
@@ -376,9 +376,7 @@ def _connect(ray_address: str | None, namespace: str) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # said, because unset means something else at each entry point
     _check_listens(ray_address)
     if _is_loopback_only(ray_address):
-        _bind_to_loopback()
-    if ray_address.startswith("127.") and not _listens(_own_address(), ray_address.rpartition(":")[2]):
-        _keep_to_loopback()  # else Ray dials this machine's own address instead, where a local Ray does not listen
+        _keep_to_loopback()
     try:
         with _sigterm_kept():
             ray.init(address=ray_address, namespace=namespace, log_to_driver=False, configure_logging=False)
@@ -387,24 +385,6 @@ def _connect(ray_address: str | None, namespace: str) -> None:
             f"the Ray at {ray_address} cannot be joined (RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']}): "
             f"{_last_line(error)}"
         ) from error
-
-
-def _own_address() -> str:
-    """This machine's address towards others, as Ray finds it: of the route to some far place; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as routed:
-        try:
-            routed.connect(("8.8.8.8", 80))
-        except OSError:
-            return "127.0.0.1"  # no network: there is no other address to be mistaken for
-        return str(routed.getsockname()[0])
-
-
-def _listens(host: str, port: str) -> bool:
-    try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _keep_to_loopback() -> None:
@@ -475,12 +455,6 @@ def _is_loopback_only(ray_address: str) -> bool:
     except OSError:
         return True
     return False
-
-
-def _bind_to_loopback() -> None:
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux too: everything Ray starts binds to 127.0.0.1
-    if not ray_private.binds_to_loopback():
-        ray_private.bind_to_loopback()
 
 
 def _ray_address() -> str:

@@ -44,10 +44,8 @@ def cached(folder: Path) -> list[Cached]:
     """What is kept, the newest first. Files are not read through: `artifact.read` does that at each start."""
     if not folder.is_dir():
         return []
-    found = [_described(path, path.name) for path in folder.iterdir() if artifact.is_artifact(path)]
-    for path in folder.glob(".making-*-*"):
-        key = path.name.removeprefix(".making-").rpartition("-")[0]
-        found.append(_unfinished(path, BEING_MADE if _is_locked(folder, key) else "its maker was killed"))
+    found = [_described(path) for path in folder.iterdir() if artifact.is_artifact(path)]
+    found += [_unfinished(path) for path in folder.glob(".making-*-*")]
     return sorted(found, key=lambda item: (-item.made_s, item.key))
 
 
@@ -75,8 +73,8 @@ def clear_unfinished(path: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _described(path: Path, key: str) -> Cached:
-    size, made_s = _size(path), (path / artifact.MANIFEST).stat().st_mtime
+def _described(path: Path) -> Cached:
+    key, size, made_s = path.name, _size(path), (path / artifact.MANIFEST).stat().st_mtime
     try:
         manifest = artifact.read_manifest(path)
     except BadConfig as error:
@@ -107,8 +105,9 @@ def _unusable(manifest: artifact.Manifest) -> str:
     return "" if manifest.machine in here else f"made for {manifest.machine}"
 
 
-def _unfinished(path: Path, why: str) -> Cached:
+def _unfinished(path: Path) -> Cached:
     key = path.name.removeprefix(".making-").rpartition("-")[0]
+    why = BEING_MADE if _is_locked(path.parent, key) else "its maker was killed"
     return Cached(key=key, size=_size(path), made_s=path.stat().st_mtime, model="", dtype="", unusable=why)
 
 

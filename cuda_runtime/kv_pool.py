@@ -31,10 +31,6 @@ class KvPool:
     def scratch_cell(self) -> int:
         return self.usable_cells
 
-    @property
-    def allocated_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.k, *self.v))
-
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:

@@ -117,14 +117,6 @@ class Generation:
             return None
         return max(0, self.reported - 1)
 
-    def ends_with(self, token: int) -> FinishReason | None:
-        """The reason if `token`, counted in `delivered` already, is the last. A stop wins over the limit (J10)."""
-        if token in self.stop:
-            return FinishReason.STOP
-        if self.delivered >= self.limit:
-            return FinishReason.LENGTH
-        return None
-
 
 def policy_of(options: GenerationOptions, generated_from: int) -> SamplingParams:
     """How the tokens from `generated_from` on are drawn. What an earlier call has delivered counts as generated."""

@@ -125,7 +125,7 @@ def test_a_service_is_served_used_and_taken_down_from_elsewhere(model: Path, sta
         client.wait_ready()
         worker = client.status().workers[0]
         assert worker.cells_used == 0
-        # Ray's default is 15: whoever else wants the processor would hold up every step.
+        # Ray's default is 15, behind whoever else wants the processor.
         assert psutil.Process(worker.pid).nice() == psutil.Process().nice()
 
     down = run("down", "--address", address)
